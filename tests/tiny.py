@@ -1,4 +1,4 @@
-"""A Stable Diffusion small enough for tests: random weights, real folder, made in a second, the same bytes each time."""
+"""A Stable Diffusion small enough for tests: random weights, a real folder, the same bytes each time."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import load_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from stages.core.safetensors_io import canonicalise
+from stages.core.record import describe
+from stages.core.safetensors_io import canonicalise, save_file
+from stages.core.store import write_json
 
 # Whole words for the tokenizer; everything else falls apart into bytes (one token each).
-WORDS = (
-    "a an the of on in and with red green blue yellow white black small large circle square triangle face smiling "
-    "grinning eyes picture photo background plain style table ball"
-).split()
+_WORDS = """
+a an the of on in and with red green blue yellow white black small large circle square triangle face smiling
+grinning eyes picture photo background plain style table ball
+"""
 TEXT_LIMIT = 32  # tokens, begin and end marks included
 PICTURE_SIZE = 64
 DOWNSAMPLE = 4
@@ -26,8 +30,8 @@ def make_tiny_base(
 ) -> Path:
     """Write a random StableDiffusionPipeline folder (about 1 MB) and return `folder`.
 
-    Layout and family as the embedded base: VAE with 4 channels and factor 4, CLIP text tower with 32 positions, U-Net with
-    cross-attention on both levels, DDIM scheduler. Equal seeds give equal bytes.
+    The family of the embedded base: VAE with 4 channels and factor 4, CLIP text tower with 32 positions, U-Net
+    with cross-attention on its lower level, DDIM scheduler. Equal seeds give equal bytes.
     """
     tokenizer = _tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -59,11 +63,7 @@ def make_tiny_base(
 
 
 def scale_output(folder: Path, factor: float) -> None:
-    """Multiply the last convolution of a saved U-Net (in `folder`) by `factor`: another, plainly different model."""
-    from safetensors.torch import load_file
-
-    from stages.core.safetensors_io import save_file
-
+    """Multiply the last convolution of the U-Net saved in `folder` by `factor`: a plainly different model."""
     path = folder / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     weights["conv_out.weight"] *= factor
@@ -72,9 +72,6 @@ def scale_output(folder: Path, factor: float) -> None:
 
 def write_record(base: Path, root: Path) -> Path:
     """Write `data/base/record.json` under `root` for the diffusers folder `base` (inside `root`)."""
-    from stages.core.record import describe
-    from stages.core.store import write_json
-
     path = root / "data" / "base" / "record.json"
     record = describe(base, {"kind": "folder", "path": base.relative_to(root).as_posix()})
     write_json(path, record.to_json())
@@ -82,11 +79,9 @@ def write_record(base: Path, root: Path) -> Path:
 
 
 def _tokenizer() -> Any:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
     letters = list(bytes_to_unicode().values())
     merges: list[tuple[str, str]] = []
-    for word in WORDS:
+    for word in _WORDS.split():
         parts = [*word[:-1], f"{word[-1]}</w>"]
         while len(parts) > 1:
             if (parts[0], parts[1]) not in merges:
