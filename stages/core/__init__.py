@@ -1,0 +1,1 @@
+"""What can change the bytes of an out. Imports neither harness nor mlflow nor omegaconf."""

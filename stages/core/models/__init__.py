@@ -1,0 +1,1 @@
+"""The only modules that touch diffusers, transformers and peft, behind typed functions."""

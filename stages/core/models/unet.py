@@ -1,0 +1,94 @@
+"""The U-Net: loading, predicting, and what of it is trained (all of it, or LoRA factors)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
+
+from stages.core.errors import BaseModelError
+from stages.core.safetensors_io import canonicalise
+
+
+def load_unet(folder: Path, device: str) -> nn.Module:
+    """The U-Net at `folder` (which holds config.json and safetensors), float32 on `device`, evaluation mode."""
+    model: Any = UNet2DConditionModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.to(device).eval()
+
+
+def predict(unet: nn.Module, noisy_BChw: Tensor, steps_B: Tensor, text_BLD: Tensor) -> Tensor:
+    """The U-Net's prediction, float32 [B, C, h, w]."""
+    return unet(noisy_BChw, steps_B, encoder_hidden_states=text_BLD).sample.float()
+
+
+def set_checkpointing(unet: Any, on: bool) -> None:
+    """Recompute activations in the backward pass: less memory, about a third more time, the same result."""
+    if on:
+        unet.enable_gradient_checkpointing()
+    else:
+        unet.disable_gradient_checkpointing()
+
+
+def save_unet(unet: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write config.json and canonical safetensors in `dtype`, as diffusers reads them."""
+    copy = type(unet).from_config(unet.config).to(dtype)
+    copy.load_state_dict({name: value.to(dtype) for name, value in unet.state_dict().items()})
+    copy.save_pretrained(folder, safe_serialization=True)
+    for path in folder.glob("*.safetensors"):
+        canonicalise(path)
+
+
+def trainable(unet: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name, in the module's order."""
+    return {name: value for name, value in unet.named_parameters() if value.requires_grad}
+
+
+def lr_scheduler(name: str, optimizer: torch.optim.Optimizer, *, warmup: int, steps: int) -> Any:
+    """A diffusers learning-rate schedule (constant, constant_with_warmup, linear, cosine, ...) over `steps`."""
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+
+
+class Ema:
+    """Exponential moving average of the trained parameters, with diffusers' warm-up of the decay."""
+
+    def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
+        self._model: Any = EMAModel(parameters, decay=decay, use_ema_warmup=True, power=0.75)
+        self._parameters = parameters
+
+    def update(self) -> None:
+        """Take one step towards the current parameters."""
+        self._model.step(self._parameters)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the parameters are their average; afterwards they are what they were."""
+        self._model.store(self._parameters)
+        self._model.copy_to(self._parameters)
+        try:
+            yield
+        finally:
+            self._model.restore(self._parameters)
+
+    def state(self) -> dict[str, Any]:
+        """What `load` needs to continue to the same bits."""
+        return self._model.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self._model.load_state_dict(state)
+
+
+def check_targets(unet: nn.Module, targets: list[str]) -> None:
+    """Every LoRA target must name at least one module. Raises BaseModelError that names the one that does not."""
+    names = [name for name, _ in unet.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise BaseModelError(
+                f"train.lora.targets holds {target!r}, which no module of the U-Net is called",
+                remedy="usual targets are to_q, to_k, to_v, to_out.0",
+            )

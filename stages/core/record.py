@@ -1,0 +1,222 @@
+"""The base model's record: where the weights are, and the sha256 of each file; the weights themselves stay there.
+
+`base.source` is one path: a diffusers folder, or a small YAML file that names a hub repository at a full commit:
+
+    repo: owner/name
+    revision: 40 hex digits
+    variant: fp16        # or null
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ruamel.yaml import YAML, YAMLError
+
+from stages.core.errors import BaseModelError
+from stages.core.store import fingerprint, sha256_file
+
+COMPONENTS = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+_WEIGHTS = (".safetensors",)
+_PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+_PLAIN = (".json", ".txt", ".safetensors", ".model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource:
+    """A hub repository at one commit."""
+
+    repo: str
+    revision: str
+    variant: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRecord:
+    """What `data/base/record.json` holds."""
+
+    source: dict[str, Any]
+    files: dict[str, dict[str, Any]]  # relative path -> {"sha256", "bytes"}
+    components: dict[str, dict[str, Any]]  # name -> {"class", "config", "digest"}
+    digest: str  # over all components
+
+    def component_digest(self, *names: str) -> str:
+        """One digest over the named components: what work that uses only these depends on."""
+        return fingerprint({name: self.components[name]["digest"] for name in names})
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {
+            "format": 1,
+            "source": self.source,
+            "files": self.files,
+            "components": self.components,
+            "digest": self.digest,
+        }
+
+
+def read_hub_source(path: Path) -> HubSource:
+    """Read a hub pointer file. Raises BaseModelError that names the field and the remedy."""
+    try:
+        value: Any = YAML(typ="safe").load(path)
+    except YAMLError as error:
+        raise BaseModelError(f"{path} is not YAML: {error}", remedy="see docs/formats.md for its fields") from error
+    if not isinstance(value, dict):
+        raise BaseModelError(f"{path} holds no fields", remedy="it needs repo, revision and variant")
+    fields = cast(dict[str, Any], value)
+    unknown = sorted(set(fields) - {"repo", "revision", "variant"})
+    missing = sorted({"repo", "revision"} - set(fields))
+    if unknown or missing:
+        raise BaseModelError(
+            f"{path}: unknown fields {unknown}, missing fields {missing}",
+            remedy="it needs repo and revision, and may have variant",
+        )
+    repo, revision, variant = str(fields["repo"]), str(fields["revision"]), fields.get("variant")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise BaseModelError(f"{path}: repo is {repo!r}", remedy="give it as owner/name")
+    if not re.fullmatch(r"[0-9a-f]{40}", revision):
+        raise BaseModelError(
+            f"{path}: revision is {revision!r}",
+            remedy="give the full commit hash (40 hex digits): a branch or a tag can move",
+        )
+    return HubSource(repo=repo, revision=revision, variant=None if variant is None else str(variant))
+
+
+def locate(source: Path, *, download: bool) -> tuple[Path, dict[str, Any]]:
+    """The diffusers folder of `source` and its description for the record.
+
+    A hub repository is looked up in the hub's cache; with `download`, what is missing is fetched first. Raises
+    BaseModelError when it is not there.
+    """
+    if source.is_dir():
+        return source, {"kind": "folder", "path": source.as_posix()}
+    if not source.is_file():
+        raise BaseModelError(
+            f"base.source is {source}, and there is nothing there",
+            remedy="give the path of a diffusers folder, or of a .yaml file with repo and revision",
+        )
+    hub = read_hub_source(source)
+    description = {"kind": "hub", "repo": hub.repo, "revision": hub.revision, "variant": hub.variant}
+    return _hub_folder(hub, download=download), description
+
+
+def _hub_folder(hub: HubSource, *, download: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    weights = f"*.{hub.variant}.safetensors" if hub.variant else "*.safetensors"
+    patterns = ["model_index.json"]
+    patterns += [f"{name}/{kind}" for name in COMPONENTS for kind in ("*.json", "*.txt", "*.model", weights)]
+    try:
+        folder = snapshot_download(
+            hub.repo, revision=hub.revision, allow_patterns=patterns, local_files_only=not download
+        )
+    except GatedRepoError as error:
+        raise BaseModelError(
+            f"{hub.repo} is gated", remedy="accept its licence on the hub and set HF_TOKEN_PATH to a token file"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise BaseModelError(
+            f"{hub.repo} at {hub.revision} is not on the hub", remedy="check repo and revision in the .yaml file"
+        ) from error
+    except Exception as error:  # the client raises what its HTTP library raises
+        raise BaseModelError(
+            f"{hub.repo} at {hub.revision} could not be fetched: {type(error).__name__}: {error}",
+            remedy="check the network (HF_ENDPOINT names a mirror), then run the same command again; "
+            "what has arrived is kept",
+        ) from error
+    return Path(folder)
+
+
+def describe(folder: Path, source: dict[str, Any]) -> BaseRecord:
+    """Read and hash the diffusers folder. Raises BaseModelError for a missing part or a pickle-only one."""
+    index = _read_json(folder / "model_index.json", "a diffusers pipeline folder has one")
+    if index.get("_class_name") != "StableDiffusionPipeline":
+        raise BaseModelError(
+            f"{folder / 'model_index.json'} says {index.get('_class_name')!r}",
+            remedy="this version fine-tunes StableDiffusionPipeline folders",
+        )
+    files: dict[str, dict[str, Any]] = {}
+    components: dict[str, dict[str, Any]] = {}
+    for name in COMPONENTS:
+        part = folder / name
+        paths = sorted(path for path in part.glob("*") if path.suffix in _PLAIN and path.is_file())
+        if not paths:
+            raise BaseModelError(f"{part} is missing or empty", remedy="a base needs " + ", ".join(COMPONENTS))
+        if name in ("unet", "vae", "text_encoder") and not any(path.suffix in _WEIGHTS for path in paths):
+            pickles = sorted(path.name for path in part.glob("*") if path.suffix in _PICKLES)
+            raise BaseModelError(
+                f"{part} has no .safetensors weights" + (f", only {', '.join(pickles)}" if pickles else ""),
+                remedy="pickled weights can run code and are never loaded; convert them to safetensors",
+            )
+        for path in paths:
+            files[f"{name}/{path.name}"] = {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+        own = {path.name: files[f"{name}/{path.name}"]["sha256"] for path in paths}
+        config = next((part / file for file in _CONFIGS[name] if (part / file).is_file()), None)
+        if config is None:
+            raise BaseModelError(f"{part} has no {_CONFIGS[name][0]}", remedy="the folder is incomplete")
+        components[name] = {
+            "class": index.get(name, ["", ""])[1],
+            "config": _read_json(config, "it is part of every diffusers folder"),
+            "digest": fingerprint(own),
+        }
+    files["model_index.json"] = {
+        "sha256": sha256_file(folder / "model_index.json"),
+        "bytes": (folder / "model_index.json").stat().st_size,
+    }
+    digest = fingerprint({name: part["digest"] for name, part in components.items()})
+    return BaseRecord(source=source, files=files, components=components, digest=digest)
+
+
+_CONFIGS = {
+    "unet": ("config.json",),
+    "vae": ("config.json",),
+    "text_encoder": ("config.json",),
+    "tokenizer": ("tokenizer_config.json",),
+    "scheduler": ("scheduler_config.json",),
+}
+
+
+def read_record(path: Path) -> BaseRecord:
+    """Read `data/base/record.json`."""
+    value = _read_json(path, "run `dvc repro base` to make it")
+    return BaseRecord(
+        source=value["source"], files=value["files"], components=value["components"], digest=value["digest"]
+    )
+
+
+def verified_folder(record: BaseRecord, root: Path, *names: str) -> Path:
+    """The base's folder, after checking the files of components `names` against the record.
+
+    root: what a relative folder in the record is relative to. Raises BaseModelError that names the file.
+    """
+    if record.source["kind"] == "folder":
+        folder = root / record.source["path"]
+    else:
+        hub = HubSource(
+            repo=record.source["repo"], revision=record.source["revision"], variant=record.source["variant"]
+        )
+        folder = _hub_folder(hub, download=False)
+    for name, entry in record.files.items():
+        if name.split("/")[0] not in names:
+            continue
+        path = folder / name
+        if not path.is_file():
+            raise BaseModelError(f"{path} is missing", remedy="put the base back, or run `dvc repro base`")
+        if sha256_file(path) != entry["sha256"]:
+            raise BaseModelError(
+                f"{path} is not the file that data/base/record.json describes",
+                remedy="restore it, or run `dvc repro base` to record the new base (later stages then rerun)",
+            )
+    return folder
+
+
+def _read_json(path: Path, hint: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise BaseModelError(f"{path} is missing", remedy=hint)
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise BaseModelError(f"{path} is not JSON: {error}", remedy="restore the file") from error

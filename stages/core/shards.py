@@ -1,0 +1,82 @@
+"""Shards: items grouped by hash prefix, so that one new picture rewrites one shard, and an index written last.
+
+An item's shard depends on its id and the number of shards alone, never on the other items.
+"""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.core.errors import StoreError
+from stages.core.store import fingerprint, sha256_file, write_atomic, write_json
+
+
+def shard_of(item_id: str, shards: int) -> int:
+    """Which of `shards` shards holds the item with this hex id: its first 32 bits, modulo."""
+    return int(item_id[:8], 16) % shards
+
+
+def shard_name(number: int, suffix: str) -> str:
+    """`shard-00.pt` and so on."""
+    return f"shard-{number:02d}{suffix}"
+
+
+def pt_bytes(value: Any) -> bytes:
+    """torch.save through memory: saved to a path, the file's name would leak into the bytes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def save_pt(path: Path, value: Any) -> None:
+    """Write `value` (tensors, dicts, lists, numbers, strings) as `.pt`, atomically."""
+    write_atomic(path, pt_bytes(value))
+
+
+def load_pt(path: Path) -> Any:
+    """Read a `.pt` file without running any pickled code. Raises StoreError when it is damaged."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise StoreError(
+            f"{path} is damaged or not a plain tensor file ({type(error).__name__})",
+            remedy="delete it and run `dvc repro` again; it is made anew",
+        ) from error
+
+
+def clone_items(batch: Tensor) -> list[Tensor]:
+    """The rows of `batch` as tensors of their own: a saved slice would carry the whole batch's storage."""
+    return [row.clone() for row in batch]
+
+
+def write_index(folder: Path, fields: dict[str, Any], files: list[str]) -> None:
+    """Write `index.json` last: `fields`, the sha256 of each file, and one digest over both.
+
+    A folder without an index is unfinished.
+    """
+    index = {**fields, "files": {name: sha256_file(folder / name) for name in sorted(files)}}
+    write_json(folder / "index.json", {**index, "digest": fingerprint(index)})
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Read `index.json` and check every file that it names. Raises StoreError that names the file."""
+    path = folder / "index.json"
+    if not path.is_file():
+        raise StoreError(
+            f"{path} is missing: {folder} was never finished",
+            remedy="run `dvc repro` (or `dvc pull`) to make it",
+        )
+    index: dict[str, Any] = json.loads(path.read_text())
+    for name, expected in index["files"].items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != expected:
+            raise StoreError(
+                f"{folder / name} is missing or does not match its sha256 in {path}",
+                remedy=f"run `dvc checkout --force {folder}`; the file was changed by hand or by a fault",
+            )
+    return index

@@ -1,0 +1,1 @@
+"""What must not change the bytes of an out: configuration, launching, tracking, provenance, progress."""

@@ -1,0 +1,135 @@
+"""params.yaml -> frozen dataclasses. Everything wrong with a section is collected and raised together."""
+
+import dataclasses
+import difflib
+import typing
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+
+from stages.core.determinism import DeterminismConfig
+from stages.core.errors import ConfigError
+
+T = TypeVar("T")
+PARAMS = Path("params.yaml")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedConfig:
+    """The top-level values of params.yaml that several stages depend on."""
+
+    seed: int  # of everything random
+    device: str  # cpu or cuda; auto would make the result depend on where it ran
+    runtime: str  # native or container
+    determinism: DeterminismConfig
+
+
+def read_params(path: Path = PARAMS) -> dict[str, Any]:
+    """The whole file as plain values. Raises ConfigError with the line when it is not YAML."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing", remedy="run this in a clone of the repository")
+    try:
+        value: Any = YAML(typ="safe").load(path)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}" if mark else "somewhere"
+        raise ConfigError(f"{path}, {where}: {error.problem}", remedy="correct the YAML there") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no sections", remedy="restore it with `git checkout params.yaml`")
+    return cast(dict[str, Any], value)
+
+
+def load_shared(params: dict[str, Any]) -> SharedConfig:
+    """The shared values. Raises ConfigError for values that nothing can run with."""
+    names = [field.name for field in dataclasses.fields(SharedConfig)]
+    shared = parse({name: params[name] for name in names if name in params}, SharedConfig, where="params.yaml")
+    if shared.device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"params.yaml: device is {shared.device!r}",
+            remedy="set cpu or cuda: the choice is part of the result, so it is never guessed",
+        )
+    if shared.runtime not in ("native", "container"):
+        raise ConfigError(f"params.yaml: runtime is {shared.runtime!r}", remedy="set native or container")
+    return shared
+
+
+def load_section(params: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Section `name` as the dataclass `kind`."""
+    if name not in params:
+        raise ConfigError(f"params.yaml has no section {name!r}", remedy=f"add it; {_fields_text(kind)}")
+    return parse(params[name], kind, where=f"params.yaml: {name}")
+
+
+def parse(value: Any, kind: type[T], *, where: str) -> T:
+    """Plain values -> `kind`. Raises one ConfigError that lists all unknown, missing and wrong fields."""
+    problems: list[str] = []
+    built = _build(value, kind, where, problems)
+    if problems:
+        raise ConfigError(
+            "\n  ".join(problems), remedy="correct params.yaml; docs/params.md explains every field"
+        )
+    return cast(T, built)
+
+
+def _build(value: Any, kind: type[Any], where: str, problems: list[str]) -> Any:
+    if not isinstance(value, dict):
+        problems.append(f"{where} should hold fields, but is {value!r}")
+        return None
+    given = cast(dict[str, Any], value)
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for unknown in [name for name in given if name not in names]:
+        near = difflib.get_close_matches(str(unknown), names, n=1)
+        problems.append(f"{where}.{unknown} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
+    built: dict[str, Any] = {}
+    for name in names:
+        if name not in given:
+            problems.append(f"{where}.{name} is missing")
+        elif dataclasses.is_dataclass(hints[name]):
+            built[name] = _build(given[name], cast(type[Any], hints[name]), f"{where}.{name}", problems)
+        else:
+            built[name] = _leaf(given[name], hints[name], f"{where}.{name}", problems)
+    return None if problems else kind(**built)
+
+
+def _leaf(value: Any, hint: Any, where: str, problems: list[str]) -> Any:
+    """One field, converted by OmegaConf's own rules for `hint`."""
+    wanted = getattr(hint, "__name__", None) if isinstance(hint, type) else None
+    wanted = wanted or str(hint).replace("typing.", "")
+    # OmegaConf turns "1e-5" into a float, but DVC hashes the text as written: one notation only.
+    if hint is float and isinstance(value, str):
+        problems.append(f"{where} is the text {value!r}; write it with a point, as 1.0e-5")
+        return None
+    if isinstance(value, str) and "${" in value:
+        problems.append(f"{where} is {value!r}; write the value itself, DVC does not follow interpolations")
+        return None
+    if hint is int and isinstance(value, bool | float):
+        problems.append(f"{where} is {value!r}, expected {wanted}")
+        return None
+    schema = dataclasses.make_dataclass("Leaf", [("value", hint)])
+    try:
+        node = OmegaConf.merge(OmegaConf.structured(schema), {"value": value})
+        plain: Any = OmegaConf.to_container(node, throw_on_missing=True)
+    except OmegaConfBaseException:
+        problems.append(f"{where} is {value!r}, expected {wanted}")
+        return None
+    return plain["value"]
+
+
+def _fields_text(kind: type[Any]) -> str:
+    return "its fields: " + ", ".join(field.name for field in dataclasses.fields(kind))
+
+
+def flatten(params: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values -> {"train.lora.rank": 8, ...}; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, dict):
+            flat |= flatten(cast(dict[str, Any], value), f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

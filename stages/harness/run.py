@@ -1,0 +1,145 @@
+"""What runs around every stage: its parameters, its store, its journal; errors in plain words."""
+
+import dataclasses
+import errno
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stages.core import determinism
+from stages.core.errors import DarkroomError, MachineError
+from stages.core.store import Store, fingerprint
+from stages.harness.closure import closure_digest
+from stages.harness.config import SharedConfig, load_section, load_shared, read_params
+from stages.harness.journal import Journal, NullJournal, open_journal
+from stages.harness.progress import progress
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+# Versions that can change what is computed; part of every fingerprint.
+_LIBRARIES = ("torch", "diffusers", "transformers", "peft", "pillow", "numpy", "pyarrow")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a stage is given besides its own section: where it works, what it shares, whom it tells."""
+
+    name: str
+    root: Path  # the workspace: dvc's cwd, a temporary copy under `dvc exp run --temp`
+    shared: SharedConfig
+    store: Store
+    tracker: Journal | NullJournal
+
+    @property
+    def out(self) -> Path:
+        """data/<stage>, the stage's one folder of outs."""
+        return self.root / "data" / self.name
+
+    def folder(self, stage: str) -> Path:
+        """data/<stage> of an earlier stage."""
+        return self.root / "data" / stage
+
+    def fingerprint(self, **parts: Any) -> str:
+        """One digest over `parts` and over all that any work of this stage depends on: code, versions, machine settings."""
+        return fingerprint(
+            {
+                **{name: _plain(part) for name, part in parts.items()},
+                "code": closure_digest(f"stages.{self.name}"),
+                "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+                "device": self.shared.device,
+                "determinism": _plain(self.shared.determinism),
+            }
+        )
+
+    def say(self, message: str) -> None:
+        """One line for the person who watches."""
+        print(f"{self.name}: {message}", flush=True)
+
+    def progress(self, items: Iterable[T], *, total: int, what: str, unit: str, done: int = 0) -> Iterator[T]:
+        """`items` under a progress bar."""
+        return progress(items, total=total, what=f"{self.name}: {what}", unit=unit, done=done)
+
+
+def project_root() -> Path:
+    """Where shared state lives: DVC_ROOT (also from experiments in temporary folders), else the git top, else the cwd."""
+    if os.environ.get("DVC_ROOT"):
+        return Path(os.environ["DVC_ROOT"])
+    found = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
+    return Path(found.stdout.strip()) if found.returncode == 0 else Path.cwd()
+
+
+def store_root() -> Path:
+    """$DARKROOM_STORE, else .darkroom/store in the project."""
+    override = os.environ.get("DARKROOM_STORE")
+    return Path(override) if override else project_root() / ".darkroom" / "store"
+
+
+def stage_main(name: str, config: type[C], work: Callable[[C, Stage], None], *, torch: bool = True) -> None:
+    """Run one stage as a process: read params.yaml, fix determinism, work, and end with 0 or one clear error and 1.
+
+    torch: the stage computes with torch, so threads and kernels are fixed and the device is checked first.
+    """
+    module = sys.modules["__main__"]
+    if len(sys.argv) > 1:
+        print(f"{(module.__doc__ or '').strip()}\n\nParameters: section `{name}` of params.yaml; run it with `dvc repro {name}`.")
+        raise SystemExit(0 if sys.argv[1] in ("-h", "--help") else 2)
+    signal.signal(signal.SIGTERM, _terminated)
+    tracker = open_journal()
+    start = time.monotonic()
+    try:
+        params = read_params()
+        shared = load_shared(params)
+        cfg = load_section(params, name, config)
+        if torch:
+            determinism.apply(shared.determinism)
+            check_device(shared.device)
+        stage = Stage(name=name, root=Path(), shared=shared, store=Store(store_root()), tracker=tracker)
+        work(cfg, stage)
+    except DarkroomError as error:
+        fail(name, error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        fail(name, DarkroomError(f"{error}", remedy="free space or make the folder writable, then run the same command again"))
+    except KeyboardInterrupt:
+        print(f"{name}: stopped; the same command continues from here", file=sys.stderr)
+        raise SystemExit(130) from None
+    tracker.metrics({f"{name}/seconds": time.monotonic() - start})
+
+
+def fail(name: str, error: DarkroomError) -> None:
+    """Print the error and its remedy, and end with 1."""
+    print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(1) from error
+
+
+def check_device(device: str) -> None:
+    """Raises MachineError when params ask for CUDA and torch finds none."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        build = torch.version.cuda or "a CPU build"
+        raise MachineError(
+            f"params.yaml says device: cuda, but torch {torch.__version__} (CUDA: {build}) sees no GPU",
+            remedy="set device: cpu, or install a CUDA build of torch and the driver; "
+            "`python -m stages.cli doctor` shows what is there",
+        )
+
+
+def _plain(part: Any) -> Any:
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return dataclasses.asdict(part)
+    return part
+
+
+def _terminated(_signal: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+

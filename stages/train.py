@@ -1,0 +1,317 @@
+"""train: fine-tune the base's U-Net on the latent cache, by LoRA factors or whole.
+
+Reads   data/encode/, data/base/record.json and the base's U-Net and scheduler
+Writes  data/train/weights/          LoRA: pytorch_lora_weights.safetensors; full: config.json and safetensors
+        data/train/loss.csv          step, loss, learning rate, gradient norm
+        data/train/validation.csv    step, loss on held-out items at fixed noise and timesteps
+        data/train/metrics.json      first and last validation loss
+
+Killed and started again, it continues from its last checkpoint in the store to the same bits: everything random is a
+function of (seed, step), so a checkpoint is weights, optimiser, schedule, average and the curves so far.
+"""
+
+import csv
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from stages.core.batches import Batches
+from stages.core.errors import ConfigError, TrainingError
+from stages.core.heldout import heldout_losses
+from stages.core.latents import LatentCache
+from stages.core.models.lora import add_lora, save_lora
+from stages.core.models.schedule import NoiseSchedule
+from stages.core.models.unet import Ema, load_unet, lr_scheduler, predict, save_unet, set_checkpointing, trainable
+from stages.core.record import read_record, verified_folder
+from stages.core.shards import load_pt, save_pt
+from stages.core.store import write_atomic, write_json
+from stages.harness.run import Stage, stage_main
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Part `lora` of section `train`; unused with method full."""
+
+    rank: int
+    alpha: float  # the factors' product is scaled by alpha / rank
+    dropout: float
+    targets: list[str]  # names of the modules that get factors
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Part `adamw` of section `train`."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Part `validation` of section `train`."""
+
+    every: int  # steps
+    items: int  # at most this many held-out items, in the order of their ids
+    timesteps: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Section `train` of params.yaml."""
+
+    method: str  # lora | full
+    steps: int  # optimiser steps
+    batch_size: int  # pictures per forward
+    accumulation: int  # forwards per optimiser step
+    learning_rate: float
+    lr_schedule: str  # constant, constant_with_warmup, linear, cosine, ... as diffusers names them
+    warmup: int  # steps
+    max_grad_norm: float
+    ema_decay: float  # 0: no average
+    min_snr_gamma: float | None  # null: plain mean squared error
+    caption_dropout: float  # share of captions replaced by the empty one, for guidance
+    mixed_precision: str  # no | fp16 | bf16; the trained weights stay float32
+    gradient_checkpointing: bool
+    checkpoint_every: int  # steps
+    log_every: int  # steps
+    adamw: OptimizerConfig
+    lora: LoraConfig
+    validation: ValidationConfig
+
+
+def check(cfg: TrainConfig, device: str, heldout: int) -> None:
+    """Raise one ConfigError that lists all settings that cannot work."""
+    problems: list[str] = []
+    if cfg.method not in ("lora", "full"):
+        problems.append(f"train.method is {cfg.method!r}; set lora or full")
+    if cfg.mixed_precision not in ("no", "fp16", "bf16"):
+        problems.append(f"train.mixed_precision is {cfg.mixed_precision!r}; set no, fp16 or bf16")
+    if cfg.mixed_precision == "fp16" and device == "cpu":
+        problems.append("train.mixed_precision is fp16 on a CPU; set no or bf16")
+    for name in ("steps", "batch_size", "accumulation", "checkpoint_every", "log_every"):
+        if getattr(cfg, name) < 1:
+            problems.append(f"train.{name} is {getattr(cfg, name)}; set it to 1 or more")
+    if not 0 <= cfg.caption_dropout <= 1:
+        problems.append(f"train.caption_dropout is {cfg.caption_dropout}; set it to 0 to 1")
+    if not 0 <= cfg.ema_decay < 1:
+        problems.append(f"train.ema_decay is {cfg.ema_decay}; set it to 0 (off) up to below 1")
+    if not cfg.validation.timesteps or cfg.validation.every < 1:
+        problems.append("train.validation needs timesteps, and every of 1 or more")
+    if heldout == 0:
+        problems.append("no picture is held out, so nothing can be validated; raise ingest.holdout_percent")
+    if problems:
+        raise ConfigError("\n  ".join(problems), remedy="correct section train of params.yaml")
+
+
+class Trainer:
+    """The state that a checkpoint holds, and one step of it."""
+
+    def __init__(self, cfg: TrainConfig, unet: nn.Module, batches: Batches, device: str) -> None:
+        self.cfg = cfg
+        self.batches = batches
+        self.accelerator = Accelerator(
+            mixed_precision=cfg.mixed_precision, gradient_accumulation_steps=1, cpu=device == "cpu"
+        )
+        self.parameters = trainable(unet)
+        optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=cfg.learning_rate,
+            betas=(cfg.adamw.beta1, cfg.adamw.beta2),
+            eps=cfg.adamw.epsilon,
+            weight_decay=cfg.adamw.weight_decay,
+        )
+        self.bare = unet
+        self.unet, self.optimizer = self.accelerator.prepare(unet, optimizer)
+        self.schedule = lr_scheduler(cfg.lr_schedule, optimizer, warmup=cfg.warmup, steps=cfg.steps)
+        self.ema = Ema(list(self.parameters.values()), cfg.ema_decay) if cfg.ema_decay else None
+        self.step = 0
+        self.curve: list[dict[str, float]] = []
+        self.validation: list[dict[str, float]] = []
+
+    def advance(self) -> dict[str, float]:
+        """One optimiser step over `accumulation` micro-batches. Raises TrainingError when the loss is not a number."""
+        cfg = self.cfg
+        torch.manual_seed(self.step)  # for LoRA dropout alone: it draws from the global generator
+        total = 0.0
+        for part in range(cfg.accumulation):
+            batch = self.batches[self.step * cfg.accumulation + part]
+            predicted = predict(self.unet, batch.noisy_BChw, batch.steps_B, batch.text_BLD)
+            weights_B = self.batches.schedule.loss_weights(batch.steps_B, cfg.min_snr_gamma)
+            losses_B = (predicted - batch.target_BChw.float()).square().mean(dim=(1, 2, 3))
+            loss: Tensor = (losses_B * weights_B).mean() / cfg.accumulation
+            if not math.isfinite(float(loss)):
+                names = ", ".join(item.file_name for item in batch.items)
+                raise TrainingError(
+                    f"the loss of step {self.step + 1} is {float(loss)}; its batch: {names}",
+                    remedy="lower train.learning_rate, or use mixed_precision bf16 or no",
+                )
+            self.accelerator.backward(loss)
+            total += float(loss)
+        norm = self.accelerator.clip_grad_norm_(self.parameters.values(), cfg.max_grad_norm)
+        rate = float(self.schedule.get_last_lr()[0])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        if self.ema:
+            self.ema.update()
+        self.step += 1
+        return {"step": self.step, "loss": total, "learning_rate": rate, "gradient_norm": float(norm or 0.0)}
+
+    def state(self) -> dict[str, Any]:
+        """All that `load` needs to continue to the same bits."""
+        scaler = self.accelerator.scaler
+        return {
+            "step": self.step,
+            "parameters": {name: value.detach().cpu() for name, value in self.parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "ema": self.ema.state() if self.ema else None,
+            "scaler": scaler.state_dict() if scaler else None,
+            "curve": self.curve,
+            "validation": self.validation,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        with torch.no_grad():
+            for name, value in self.parameters.items():
+                value.copy_(state["parameters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        if self.ema:
+            self.ema.load(state["ema"])
+        if self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.step, self.curve, self.validation = state["step"], state["curve"], state["validation"]
+
+
+def validate(trainer: Trainer, cfg: TrainConfig, stage: Stage) -> float:
+    """Mean loss on held-out items at fixed noise and timesteps, with the averaged weights where they are kept."""
+    batches = trainer.batches
+    items = batches.cache.split("holdout")[: cfg.validation.items]
+
+    def measure() -> float:
+        losses = heldout_losses(
+            trainer.bare,
+            batches.schedule,
+            batches.cache,
+            items,
+            seed=stage.shared.seed,
+            timesteps=cfg.validation.timesteps,
+            batch_size=cfg.batch_size,
+            device=stage.shared.device,
+        )
+        return float(losses.double().mean())
+
+    trainer.bare.eval()
+    if trainer.ema:
+        with trainer.ema.applied():
+            loss = measure()
+    else:
+        loss = measure()
+    trainer.bare.train()
+    return loss
+
+
+def run(trainer: Trainer, cfg: TrainConfig, stage: Stage, checkpoint: Path) -> None:
+    """From the trainer's step to the last one; checkpoints, curves and validation on the way."""
+    if not trainer.validation:
+        trainer.validation.append({"step": 0, "loss": validate(trainer, cfg, stage)})
+    steps = range(trainer.step, cfg.steps)
+    for _ in stage.progress(steps, total=cfg.steps, what=cfg.method, unit="steps", done=trainer.step):
+        row = trainer.advance()
+        last = trainer.step == cfg.steps
+        if trainer.step % cfg.log_every == 0 or last:
+            trainer.curve.append(row)
+            stage.tracker.metrics({f"train/{name}": row[name] for name in _CURVE[1:]}, step=trainer.step)
+        if trainer.step % cfg.validation.every == 0 or last:
+            loss = validate(trainer, cfg, stage)
+            trainer.validation.append({"step": trainer.step, "loss": loss})
+            stage.tracker.metrics({"train/validation_loss": loss}, step=trainer.step)
+        if trainer.step % cfg.checkpoint_every == 0 or last:
+            save_pt(checkpoint, trainer.state())
+
+
+_CURVE = ("step", "loss", "learning_rate", "gradient_norm")
+
+
+def csv_bytes(rows: list[dict[str, float]], names: tuple[str, ...]) -> bytes:
+    """Rows as CSV with full-precision numbers."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def save_weights(unet: nn.Module, cfg: TrainConfig, folder: Path) -> None:
+    """Write what was trained, in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if cfg.method == "lora":
+        save_lora(unet, folder)
+    else:
+        save_unet(unet, folder, torch.float32)
+
+
+def train(cfg: TrainConfig, stage: Stage) -> None:
+    """Load, continue from the last checkpoint if there is one, train, and write what was trained."""
+    record = read_record(stage.folder("base") / "record.json")
+    cache = LatentCache(stage.folder("encode"))
+    check(cfg, stage.shared.device, len(cache.split("holdout")))
+    folder = verified_folder(record, stage.root, "unet", "scheduler")
+    unet = load_unet(folder / "unet", stage.shared.device)
+    if cfg.method == "lora":
+        add_lora(unet, **vars(cfg.lora), seed=stage.shared.seed)
+    else:
+        unet.requires_grad_(True)
+    set_checkpointing(unet, cfg.gradient_checkpointing)
+    unet.train()
+    batches = Batches(
+        cache,
+        NoiseSchedule(folder, stage.shared.device),
+        batch_size=cfg.batch_size,
+        seed=stage.shared.seed,
+        caption_dropout=cfg.caption_dropout,
+        device=stage.shared.device,
+    )
+    print_ = stage.fingerprint(
+        config=cfg,
+        seed=stage.shared.seed,
+        base=record.component_digest("unet", "scheduler"),
+        latents=cache.digest,
+    )
+    with stage.store.lock("train", print_) as store:
+        checkpoint = store / "checkpoint.pt"
+        trainer = Trainer(cfg, unet, batches, stage.shared.device)
+        if checkpoint.is_file():
+            trainer.load(load_pt(checkpoint))
+            stage.say(f"continues from step {trainer.step} of {cfg.steps}")
+        run(trainer, cfg, stage, checkpoint)
+    if trainer.ema:
+        with trainer.ema.applied():
+            save_weights(unet, cfg, stage.out / "weights")
+    else:
+        save_weights(unet, cfg, stage.out / "weights")
+
+    first, last = trainer.validation[0]["loss"], trainer.validation[-1]["loss"]
+    write_atomic(stage.out / "loss.csv", csv_bytes(trainer.curve, _CURVE))
+    write_atomic(stage.out / "validation.csv", csv_bytes(trainer.validation, ("step", "loss")))
+    write_json(stage.out / "metrics.json", {"validation_loss": {"first": first, "last": last}, "steps": cfg.steps})
+    stage.tracker.metrics({"train/validation_loss_first": first, "train/validation_loss_last": last})
+    count = sum(value.numel() for value in trainer.parameters.values())
+    stage.say(
+        f"{cfg.steps} steps of {cfg.method} ({count:,} parameters) on {len(batches.items)} items: "
+        f"held-out loss {first:.4f} -> {last:.4f}"
+    )
+
+
+if __name__ == "__main__":
+    stage_main("train", TrainConfig, train)
