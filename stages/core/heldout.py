@@ -16,7 +16,7 @@ from stages.core.sampler import normal
 
 
 def band_timesteps(steps: int, *, bands: int, per_band: int) -> list[int]:
-    """`bands * per_band` ascending timesteps in [0, steps): the middles of equal cells, `per_band` to a band."""
+    """`bands * per_band` ascending timesteps in [0, steps): middles of equal cells, `per_band` to a band."""
     cells = bands * per_band
     if not 1 <= cells <= steps or per_band < 1:
         raise ValueError(f"{bands} bands of {per_band} timesteps do not fit into {steps} steps")
@@ -38,8 +38,7 @@ def heldout_losses(
     """Mean squared error of the U-Net's prediction, unweighted, float64 [N, S] on the CPU.
 
     The clean latent is the posterior's mean, the target is the schedule's (noise, or v). Every forward has
-    `batch_size` rows of one bucket, the last batch padded, so that a row's loss does not depend on the others.
-    The U-Net is in evaluation mode meanwhile (no dropout) and back in its own mode afterwards.
+    `batch_size` rows of one bucket, the last batch padded, so a row's loss does not depend on the others. The U-Net is in evaluation mode meanwhile (no dropout) and back in its own mode afterwards.
     """
     losses = torch.zeros(len(items), len(timesteps), dtype=torch.float64)
     training = unet.training
