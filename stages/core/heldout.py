@@ -38,7 +38,8 @@ def heldout_losses(
     """Mean squared error of the U-Net's prediction, unweighted, float64 [N, S] on the CPU.
 
     The clean latent is the posterior's mean, the target is the schedule's (noise, or v). Every forward has
-    `batch_size` rows of one bucket, the last batch padded, so a row's loss does not depend on the others. The U-Net is in evaluation mode meanwhile (no dropout) and back in its own mode afterwards.
+    `batch_size` rows of one bucket, the last batch padded, so a row's loss does not depend on the others. The
+    U-Net is in evaluation mode meanwhile (no dropout) and back in its own mode afterwards.
     """
     losses = torch.zeros(len(items), len(timesteps), dtype=torch.float64)
     training = unet.training
