@@ -6,6 +6,7 @@ header length, JSON, padding to 8 bytes, then the tensors' raw bytes.
 """
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from stages.core.errors import BaseModelError
 from stages.core.store import write_atomic
 
 _DTYPES = {
@@ -30,17 +32,29 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 
+# The names under which diffusers and transformers keep a component's weights, whole or in parts, with or without variant.
+_WEIGHTS = re.compile(
+    r"(?:model|diffusion_pytorch_model)(?:-\d+-of-\d+)?(?:\.(?P<variant>\w+))?(?:-\d+-of-\d+)?\.safetensors"
+)
+
 
 def save_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """The safetensors file of `tensors` (any shape, CPU or GPU), sorted by name, as bytes."""
+    """The safetensors file of `tensors` (any shape, CPU or GPU) as bytes; sorted by element size, then by name.
+
+    Wide elements come first, as the library has it, so that every tensor is aligned in the file. Raises TypeError that
+    names the tensor when its dtype has no place in the format.
+    """
     header: dict[str, Any] = {}
     if metadata:
         header["__metadata__"] = dict(sorted(metadata.items()))
-    blobs: list[bytes] = []
+    blobs: list[Any] = []
     offset = 0
-    for name in sorted(tensors):
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name].detach().cpu().contiguous()
-        blob = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"tensor {name} is {tensor.dtype}, which safetensors files here do not hold")
+        # A view, not a copy: the join below makes the only copy of the weights.
+        blob = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -50,7 +64,7 @@ def save_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = Non
         blobs.append(blob)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + b"".join(blobs)
+    return b"".join([struct.pack("<Q", len(text)), text, *blobs])
 
 
 def save_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -63,3 +77,29 @@ def canonicalise(path: Path) -> None:
     with safe_open(path, framework="pt") as handle:  # pyright: ignore[reportUnknownVariableType]
         metadata: dict[str, str] | None = handle.metadata()
     save_file(path, load_file(path), metadata)
+
+
+def weights_variant(folder: Path) -> str | None:
+    """The variant (such as "fp16") in the names of a component's weights; None when the plain names are there.
+
+    A hub repository fetched with `variant: fp16` holds nothing else, and the libraries look for plain names unless told.
+    """
+    found = {
+        match["variant"] for path in folder.glob("*.safetensors") if (match := _WEIGHTS.fullmatch(path.name))
+    }
+    return None if None in found or not found else min(filter(None, found))
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of one component's folder, whole or in parts. Raises BaseModelError when there are none."""
+    variant = weights_variant(folder)
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        match = _WEIGHTS.fullmatch(path.name)
+        if match and match["variant"] == variant:
+            tensors |= load_file(path)
+    if not tensors:
+        raise BaseModelError(
+            f"{folder} holds no weights", remedy="restore the folder, or run `dvc repro base`"
+        )
+    return tensors

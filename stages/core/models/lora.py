@@ -23,7 +23,8 @@ def add_lora(unet: Any, *, rank: int, alpha: float, dropout: float, targets: lis
     # peft draws A from torch's global generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = LoraConfig(
+        build: Any = LoraConfig  # alpha may be a fraction, which its annotation does not say
+        config = build(
             r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=True, target_modules=targets
         )
         unet.add_adapter(config)

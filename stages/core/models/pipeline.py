@@ -12,6 +12,18 @@ from stages.core.models.vae import Vae
 from stages.core.sampler import normal
 
 
+def ddim(folder: Path) -> Any:
+    """DDIM with the betas, prediction type and spacing of the base in `folder`.
+
+    Latents are not limited to -1..1, so they are never clipped: DDIM would by default where a base's own sampler
+    (Euler, PNDM) has no such setting. An offset of one step is what the pipeline sets by itself, with a long warning.
+    """
+    scheduler: Any = DDIMScheduler.from_pretrained(
+        folder / "scheduler", clip_sample=False, steps_offset=1, local_files_only=True
+    )
+    return scheduler
+
+
 class Painter:
     """The base's pipeline around a given U-Net: captions and seeds in, pictures out, always the same ones.
 
@@ -20,13 +32,13 @@ class Painter:
     """
 
     def __init__(self, folder: Path, *, unet: nn.Module, vae: Vae, text: TextEncoder, device: str) -> None:
-        scheduler = DDIMScheduler.from_pretrained(folder / "scheduler", local_files_only=True)
-        pipeline: Any = StableDiffusionPipeline(
+        build: Any = StableDiffusionPipeline  # its annotations demand a safety checker
+        pipeline: Any = build(
             vae=vae.model,
             text_encoder=text.model,
             tokenizer=text.tokenizer,
             unet=unet,
-            scheduler=scheduler,
+            scheduler=ddim(folder),
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
@@ -37,7 +49,14 @@ class Painter:
         self.text = text
 
     def paint(
-        self, captions: list[str], seeds: list[int], *, size: tuple[int, int], steps: int, guidance: float, batch: int
+        self,
+        captions: list[str],
+        seeds: list[int],
+        *,
+        size: tuple[int, int],
+        steps: int,
+        guidance: float,
+        batch: int,
     ) -> Tensor:
         """One picture per caption and seed, uint8 RGB [N, 3, H, W]; `size` is (H, W) in pixels.
 
@@ -45,6 +64,8 @@ class Painter:
         """
         if len(captions) != len(seeds):
             raise ValueError(f"{len(captions)} captions but {len(seeds)} seeds")
+        if size[0] % self.space.downsample or size[1] % self.space.downsample:
+            raise ValueError(f"size {size} is not a multiple of {self.space.downsample}, the VAE's factor")
         shape = (self.space.channels, size[0] // self.space.downsample, size[1] // self.space.downsample)
         empty_LD = self.text.encode([""])[0]
         pictures: list[Tensor] = []
@@ -57,7 +78,9 @@ class Painter:
         return torch.cat(pictures)
 
     @torch.inference_mode()
-    def _draw(self, text_BLD: Tensor, empty_LD: Tensor, noise_BChw: Tensor, *, steps: int, guidance: float) -> Tensor:
+    def _draw(
+        self, text_BLD: Tensor, empty_LD: Tensor, noise_BChw: Tensor, *, steps: int, guidance: float
+    ) -> Tensor:
         device = self.pipeline.device
         drawn = self.pipeline(
             prompt_embeds=text_BLD.to(device),

@@ -6,13 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
+from transformers.utils import logging
+
+from stages.core.safetensors_io import weights_variant
+
+logging.disable_progress_bar()  # "Loading weights" is over before it can be read
 
 
 class TextEncoder:
     """The base's text encoder in float32 on `device`; captions become last hidden states."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        model: Any = CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=torch.float32, local_files_only=True)
+        part = folder / "text_encoder"
+        model: Any = CLIPTextModel.from_pretrained(
+            part, dtype=torch.float32, variant=weights_variant(part), local_files_only=True
+        )
         self.model = model.to(device).eval()
         self.tokenizer: Any = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
         self.device = device

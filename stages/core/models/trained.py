@@ -4,13 +4,21 @@ from pathlib import Path
 
 from torch import nn
 
-from stages.core.models.lora import WEIGHTS_NAME, load_lora
-from stages.core.models.unet import load_unet
+from stages.core.errors import StoreError
+from stages.core.models.lora import WEIGHTS_NAME, load_lora, merge_lora
+from stages.core.models.unet import UNET_WEIGHTS, load_unet
 
 
 def is_lora(weights: Path) -> bool:
-    """Whether `data/train/weights` holds LoRA factors (else a whole U-Net)."""
-    return (weights / WEIGHTS_NAME).is_file()
+    """Whether `data/train/weights` holds LoRA factors (else a whole U-Net). Raises StoreError when it holds neither."""
+    if (weights / WEIGHTS_NAME).is_file():
+        return True
+    if not (weights / UNET_WEIGHTS).is_file():
+        raise StoreError(
+            f"{weights} holds neither {WEIGHTS_NAME} nor {UNET_WEIGHTS}",
+            remedy="run `dvc repro train` (or `dvc pull`) to make it",
+        )
+    return False
 
 
 def load_trained_unet(base: Path, weights: Path, device: str) -> nn.Module:
@@ -20,3 +28,11 @@ def load_trained_unet(base: Path, weights: Path, device: str) -> nn.Module:
     unet = load_unet(base / "unet", device)
     load_lora(unet, weights)
     return unet.to(device).eval()
+
+
+def load_plain_unet(base: Path, weights: Path, device: str) -> nn.Module:
+    """As `load_trained_unet`, with LoRA factors folded into the weights: a U-Net that needs no adapter."""
+    unet = load_trained_unet(base, weights, device)
+    if is_lora(weights):
+        merge_lora(unet)
+    return unet

@@ -1,6 +1,7 @@
 """The U-Net: loading, predicting, and what of it is trained (all of it, or LoRA factors)."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
 from stages.core.errors import BaseModelError
-from stages.core.safetensors_io import canonicalise
+from stages.core.safetensors_io import save_file, weights_variant
+from stages.core.store import write_json
+
+UNET_WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def load_unet(folder: Path, device: str) -> nn.Module:
     """The U-Net at `folder` (which holds config.json and safetensors), float32 on `device`, evaluation mode."""
-    model: Any = UNet2DConditionModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model: Any = UNet2DConditionModel.from_pretrained(
+        folder, dtype=torch.float32, variant=weights_variant(folder), local_files_only=True
+    )
     return model.to(device).eval()
 
 
@@ -36,11 +42,12 @@ def set_checkpointing(unet: Any, on: bool) -> None:
 
 def save_unet(unet: Any, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json and canonical safetensors in `dtype`, as diffusers reads them."""
-    copy = type(unet).from_config(unet.config).to(dtype)
-    copy.load_state_dict({name: value.to(dtype) for name, value in unet.state_dict().items()})
-    copy.save_pretrained(folder, safe_serialization=True)
-    for path in folder.glob("*.safetensors"):
-        canonicalise(path)
+    # Written here and not by save_pretrained: that puts the path which the base was loaded from into config.json.
+    config: dict[str, Any] = json.loads(unet.to_json_string())
+    config.pop("_name_or_path", None)
+    write_json(folder / "config.json", config)
+    weights = {name: value.detach().to(dtype) for name, value in unet.state_dict().items()}
+    save_file(folder / UNET_WEIGHTS, weights, {"format": "pt"})
 
 
 def trainable(unet: nn.Module) -> dict[str, nn.Parameter]:
@@ -65,7 +72,7 @@ class Ema:
         self._model.step(self._parameters)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Generator[None]:
         """Inside, the parameters are their average; afterwards they are what they were."""
         self._model.store(self._parameters)
         self._model.copy_to(self._parameters)
@@ -81,6 +88,8 @@ class Ema:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
         self._model.load_state_dict(state)
+        # The state comes from disk, on the CPU.
+        self._model.to(device=self._parameters[0].device)
 
 
 def check_targets(unet: nn.Module, targets: list[str]) -> None:

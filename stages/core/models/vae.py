@@ -8,6 +8,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from stages.core.safetensors_io import weights_variant
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpace:
@@ -35,7 +37,10 @@ class Vae:
     """The base's autoencoder in float32 on `device`."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        model: Any = AutoencoderKL.from_pretrained(folder / "vae", dtype=torch.float32, local_files_only=True)
+        part = folder / "vae"
+        model: Any = AutoencoderKL.from_pretrained(
+            part, dtype=torch.float32, variant=weights_variant(part), local_files_only=True
+        )
         self.model = model.to(device).eval()
         self.device = device
         config = model.config
@@ -51,6 +56,11 @@ class Vae:
         """uint8 RGB [B, 3, H, W] -> posterior mean and log-variance, unscaled float32 [B, C, h, w] on the CPU."""
         if pixels_BCHW.dtype != torch.uint8:
             raise TypeError(f"expected uint8 pixels, got {pixels_BCHW.dtype}")
+        if pixels_BCHW.shape[2] % self.space.downsample or pixels_BCHW.shape[3] % self.space.downsample:
+            # The convolutions would drop the last rows and columns without a word.
+            raise ValueError(
+                f"{tuple(pixels_BCHW.shape)}: sizes must be multiples of {self.space.downsample}"
+            )
         unit_BCHW = pixels_BCHW.to(self.device).float() / 127.5 - 1.0
         posterior = self.model.encode(unit_BCHW).latent_dist
         return posterior.mean.cpu(), posterior.logvar.cpu()

@@ -1,0 +1,172 @@
+"""A diffusers pipeline folder: written from the base and the trained U-Net, read back as its user reads it.
+
+Letters: B batch, C channels, H W pixels, h w latents.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.utils import logging
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from stages.core.errors import ParityError
+from stages.core.models.pipeline import ddim
+from stages.core.models.text import TextEncoder
+from stages.core.models.unet import UNET_WEIGHTS, predict, save_unet
+from stages.core.models.vae import Vae
+from stages.core.parity import ModelShape, Outputs, Probe
+from stages.core.safetensors_io import load_weights, save_file
+from stages.core.sampler import normal
+from stages.core.store import write_json
+
+logging.disable_progress_bar()
+
+# The weights' file of each component that is not the U-Net, as the libraries look for it.
+_NAMES = {"text_encoder": "model.safetensors", "vae": UNET_WEIGHTS}
+_COPIED = ("tokenizer", "scheduler")
+
+
+def write_pipeline(folder: Path, base: Path, unet: nn.Module, dtype: torch.dtype) -> None:
+    """Write a StableDiffusionPipeline folder: `unet` (without adapters) among the base's other components.
+
+    Tokenizer and scheduler are copied byte by byte; text encoder, VAE and U-Net are stored in `dtype`, the first two under
+    the base's own names of weights, so that every library version that reads the base reads this.
+    """
+    write_index(folder, base)
+    for name in _COPIED:
+        copy_component(base / name, folder / name)
+    for name, file_name in _NAMES.items():
+        config = read_config(base / name)
+        if "torch_dtype" in config or "dtype" in config:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        write_json(folder / name / "config.json", config)
+        weights = load_weights(base / name)
+        cast_ = {
+            key: value.to(dtype) if value.is_floating_point() else value for key, value in weights.items()
+        }
+        save_file(folder / name / file_name, cast_, {"format": "pt"})
+    save_unet(unet, folder / "unet", dtype)
+
+
+def write_index(folder: Path, base: Path) -> None:
+    """Write `model_index.json`: the base's, without safety checker and the like, and without paths."""
+    index: dict[str, Any] = json.loads((base / "model_index.json").read_text())
+    index.pop("_name_or_path", None)
+    for name in ("safety_checker", "feature_extractor", "image_encoder"):
+        index[name] = [None, None]
+    index["requires_safety_checker"] = False
+    write_json(folder / "model_index.json", index)
+
+
+def copy_component(source: Path, target: Path) -> None:
+    """Copy the files of a component without weights, byte by byte."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file():
+            shutil.copyfile(path, target / path.name)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A component's `config.json` without the path that it was once loaded from."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    return config
+
+
+def load_pipeline(folder: Path) -> Any:
+    """The pipeline in `folder` as its user loads it, in float32 on the CPU.
+
+    Raises ParityError when the folder's U-Net lacks a weight or holds one too many: diffusers only warns.
+    """
+    pipeline: Any = StableDiffusionPipeline.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
+    with safe_open(folder / "unet" / UNET_WEIGHTS, framework="pt") as handle:  # pyright: ignore[reportUnknownVariableType]
+        stored = set(cast(list[str], handle.keys()))
+    wanted = set(cast(dict[str, Tensor], pipeline.unet.state_dict()))
+    if stored != wanted:
+        raise ParityError(
+            f"{folder / 'unet'}: missing {sorted(wanted - stored)}, unexpected {sorted(stored - wanted)}",
+            remedy="the U-Net still carries an adapter, or another configuration; run `dvc repro --force export`",
+        )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load_with_lora(base: Path, lora: Path) -> nn.Module:
+    """The U-Net of the base's pipeline after `load_lora_weights(lora)`, as its user loads it."""
+    pipeline: Any = StableDiffusionPipeline.from_pretrained(
+        base, dtype=torch.float32, local_files_only=True, safety_checker=None, requires_safety_checker=False
+    )
+    # Half of the warning is about text encoder keys, which these files never hold.
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        pipeline.load_lora_weights(lora)
+    finally:
+        logging.set_verbosity(level)
+    return pipeline.unet.eval()
+
+
+def model_shape(unet: Any, vae: Vae, text: TextEncoder, timesteps: int) -> ModelShape:
+    """What probes must know of this model."""
+    return ModelShape(
+        latent_channels=vae.space.channels,
+        latent_multiple=2 ** (len(unet.config.block_out_channels) - 1),
+        latent_size=int(unet.config.sample_size),
+        downsample=vae.space.downsample,
+        text_length=text.limit,
+        text_width=int(text.model.config.hidden_size),
+        vocabulary=int(text.model.config.vocab_size),
+        end_token=int(text.tokenizer.eos_token_id),
+        timesteps=timesteps,
+    )
+
+
+@torch.inference_mode()
+def run_torch(probe: Probe, *, text: Any, unet: nn.Module, vae: Any) -> Outputs:
+    """What the parts compute in torch: hidden states, prediction, pixels, and posterior mean with log-variance."""
+    return {
+        "text_encoder": text(probe.ids_BL).last_hidden_state,
+        "unet": run_unet(probe, unet)["unet"],
+        "vae_decoder": vae.decode(probe.latents_BChw).sample,
+        "vae_encoder": vae.encode(probe.pixels_BCHW).latent_dist.parameters,
+    }
+
+
+@torch.inference_mode()
+def run_unet(probe: Probe, unet: nn.Module) -> Outputs:
+    """As `run_torch`, the U-Net alone."""
+    return {"unet": predict(unet, probe.noisy_BChw, probe.steps_B, probe.text_BLD)}
+
+
+@torch.inference_mode()
+def draw(
+    folder: Path,
+    captions: list[str],
+    seeds: list[int],
+    *,
+    size: tuple[int, int],
+    steps: int,
+    guidance: float,
+) -> Tensor:
+    """Pictures from the pipeline in `folder`, with `Painter`'s noise and DDIM, uint8 RGB [B, 3, H, W]; `size` is (H, W)."""
+    pipeline = load_pipeline(folder)
+    pipeline.scheduler = ddim(folder)
+    factor = 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
+    shape = (pipeline.unet.config.in_channels, size[0] // factor, size[1] // factor)
+    drawn = pipeline(
+        prompt=captions,
+        negative_prompt=[""] * len(captions),
+        latents=torch.stack([normal(seed, "picture", shape=shape) for seed in seeds]),
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        output_type="pt",
+    ).images
+    return (drawn.clamp(0, 1) * 255).round().to(torch.uint8)
