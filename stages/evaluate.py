@@ -1,0 +1,318 @@
+"""evaluate: the base against the fine-tuned model, on pictures that training never saw, with intervals.
+
+Reads   data/encode/, data/preprocess/ (the held-out items), data/base/record.json and the base, data/train/weights/,
+        the CLIP folder that measures
+Writes  data/evaluate/metrics.json             each measure for both models and the improvement: value, low, high
+        data/evaluate/bands.csv                held-out loss per range of timesteps
+        data/evaluate/items.csv                the same measures item by item, so that runs can be compared in pairs
+        data/evaluate/sheets/before_after.png  the same captions and seeds before and after, under the real pictures
+
+Drawn pictures are kept in the store, batch by batch: a killed run goes on, the base's are drawn once for all fine-tunes,
+and another report draws nothing. docs/evaluation.md explains each measure.
+Letters: N items, S timesteps, M drawn pictures, D width of the features.
+"""
+
+import csv
+import io
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.core import determinism
+from stages.core.drawings import Drawing, batches, draw, load_model, make_painter, plan, read_packs
+from stages.core.errors import ConfigError, TrainingError
+from stages.core.heldout import band_timesteps, heldout_losses
+from stages.core.intervals import Interval, of_ratio, pair_means, significant
+from stages.core.latents import LatentCache, LatentItem
+from stages.core.metrics import Measured, caption_cosines, contrast_pairs, mmd_pairs
+from stages.core.models.clip import Clip, clip_digest
+from stages.core.models.schedule import NoiseSchedule
+from stages.core.record import COMPONENTS, read_record, verified_folder
+from stages.core.shards import load_pt, read_index, shard_name
+from stages.core.sheets import png_bytes, sheet
+from stages.core.store import fingerprint, sha256_file, write_atomic, write_json
+from stages.harness.run import Stage, stage_main
+
+CMMD_SCALE = 1000.0  # as Jayasumana et al. print it
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Section `evaluate` of params.yaml."""
+
+    batch_size: int  # rows of every forward, always this many (padded)
+    bands: int  # equal ranges of timesteps, each with its own loss
+    timesteps_per_band: int  # fixed timesteps in each, evenly spaced
+    pictures: int  # drawn by each model: the held-out captions in turn, each time with another seed
+    steps: int  # of the sampler, per picture
+    guidance: float  # classifier-free guidance scale; 1 is none
+    clip: str  # folder of the CLIPModel that measures
+    cmmd_sigma: float  # bandwidth of the Gaussian kernel on features of length 1
+    confidence: float  # of every interval, 0.95 for 95%
+    minimum_heldout: int  # the stage refuses to measure on fewer held-out items
+    minimum_pictures: int  # and on fewer drawn pictures
+    sheet_columns: int  # captions on the sheet
+
+
+def check(cfg: EvaluateConfig, heldout: int, steps: int) -> None:
+    """Raise one ConfigError that lists all settings that cannot work, and counts too small for an honest interval.
+
+    heldout: held-out items. steps: timesteps of the base's schedule.
+    """
+    problems: list[str] = []
+    for name in ("batch_size", "bands", "timesteps_per_band", "steps", "sheet_columns"):
+        if getattr(cfg, name) < 1:
+            problems.append(f"evaluate.{name} is {getattr(cfg, name)}; set it to 1 or more")
+    for name in ("minimum_heldout", "minimum_pictures"):
+        # Pairs of items, with one left out, need three.
+        if getattr(cfg, name) < 3:
+            problems.append(f"evaluate.{name} is {getattr(cfg, name)}; no interval exists below 3")
+    if cfg.bands * cfg.timesteps_per_band > steps:
+        problems.append(
+            f"evaluate.bands x timesteps_per_band is {cfg.bands * cfg.timesteps_per_band}, "
+            f"but the base has {steps} timesteps"
+        )
+    if not 0 < cfg.confidence < 1:
+        problems.append(f"evaluate.confidence is {cfg.confidence}; set it between 0 and 1, for example 0.95")
+    if not cfg.cmmd_sigma > 0:
+        problems.append(f"evaluate.cmmd_sigma is {cfg.cmmd_sigma}; set it above 0")
+    if heldout < cfg.minimum_heldout:
+        problems.append(
+            f"{heldout} pictures are held out, but evaluate.minimum_heldout is {cfg.minimum_heldout}; raise "
+            "ingest.holdout_percent or add pictures (a lower minimum gives wide intervals that may not cover)"
+        )
+    if cfg.pictures < cfg.minimum_pictures:
+        problems.append(
+            f"evaluate.pictures is {cfg.pictures}, but evaluate.minimum_pictures is {cfg.minimum_pictures}; draw more"
+        )
+    if problems:
+        raise ConfigError(
+            "\n  ".join(problems), remedy="correct params.yaml; docs/evaluation.md explains the counts"
+        )
+
+
+def weights_digest(folder: Path) -> str:
+    """One sha256 over what train wrote."""
+    return fingerprint({path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()})
+
+
+def pictures_of(
+    drawings: list[Drawing],
+    base: Path,
+    unet: torch.nn.Module,
+    cfg: EvaluateConfig,
+    stage: Stage,
+    **models: Any,
+) -> list[Tensor]:
+    """The model's pictures, uint8 RGB [3, H, W]: from the store, the missing ones drawn now.
+
+    models: digests of what draws. The code that they are kept under is core.drawings and what it reaches, not this
+    file: another report must not draw anything again.
+    """
+    print_ = replace(stage, name="core.drawings").fingerprint(
+        **models, steps=cfg.steps, guidance=cfg.guidance, batch_size=cfg.batch_size
+    )
+    with stage.store.lock("evaluate", print_) as folder:
+        kept = read_packs(folder)
+        todo = batches([drawing for drawing in drawings if drawing.key not in kept], cfg.batch_size)
+        if todo:
+            painter = make_painter(base, unet, stage.shared.device)
+            packs = draw(
+                painter, todo, folder, steps=cfg.steps, guidance=cfg.guidance, batch_size=cfg.batch_size
+            )
+            for pack in stage.progress(packs, total=len(todo), what="pictures", unit="batches"):
+                kept |= pack
+    return [kept[drawing.key] for drawing in drawings]
+
+
+def real_pictures(folder: Path, items: list[LatentItem]) -> list[Tensor]:
+    """The items' prepared pictures, uint8 RGB [3, H, W], from data/preprocess."""
+    read_index(folder)
+    numbers = {item.shard for item in items}
+    shards = {number: load_pt(folder / shard_name(number, ".pt")) for number in numbers}
+    return [shards[item.shard][item.id] for item in items]
+
+
+def loss_measures(losses: dict[str, Tensor], labels: list[str]) -> list[Measured]:
+    """The loss over all timesteps, then one per band; `losses` holds float64 [N, S] of base and finetuned."""
+    banded = {model: rows_NS.unflatten(1, (len(labels), -1)).mean(dim=2) for model, rows_NS in losses.items()}
+    whole = {model: rows_NS.mean(dim=1) for model, rows_NS in losses.items()}
+    bands = [{model: rows[:, band] for model, rows in banded.items()} for band in range(len(labels))]
+    names = ["loss", *(f"loss_{label}" for label in labels)]
+    return [
+        Measured(name=name, base_N=part["base"], finetuned_N=part["finetuned"], pairs=False, better=-1)
+        for name, part in zip(names, [whole, *bands], strict=True)
+    ]
+
+
+def clip_measures(
+    clip: Clip,
+    captions: list[str],
+    real: list[Tensor],
+    drawn: dict[str, list[Tensor]],
+    owners: list[int],
+    sigma: float,
+) -> list[Measured]:
+    """Distance to the real pictures, CLIP score, and its contrast to other captions."""
+    real_ND, captions_ND = clip.pictures(real), clip.captions(captions)
+    parts: dict[str, list[Tensor]] = {}
+    for model, pictures in drawn.items():
+        drawn_MD = clip.pictures(pictures)
+        distances_NN = CMMD_SCALE * mmd_pairs(real_ND, drawn_MD, owners, sigma)
+        cosines_NN = caption_cosines(drawn_MD, captions_ND, owners)
+        parts[model] = [
+            pair_means(distances_NN),
+            cosines_NN.diagonal(),
+            pair_means(contrast_pairs(cosines_NN)),
+        ]
+    kinds = [("cmmd", True, -1), ("clip_score", False, 1), ("clip_contrast", True, 1)]
+    return [
+        Measured(name=name, base_N=base_N, finetuned_N=finetuned_N, pairs=pairs, better=better)
+        for (name, pairs, better), base_N, finetuned_N in zip(
+            kinds, parts["base"], parts["finetuned"], strict=True
+        )
+    ]
+
+
+def band_labels(bands: int, steps: int) -> list[str]:
+    """`0-249` and so on: the ranges of timesteps."""
+    edges = [band * steps // bands for band in range(bands + 1)]
+    return [f"{low}-{high - 1}" for low, high in pairwise(edges)]
+
+
+def band_rows(bands: list[Measured], confidence: float) -> list[dict[str, Any]]:
+    """One row per band: losses of both models and the improvement, with the ends of their intervals."""
+    return [
+        {"timesteps": band.name.removeprefix("loss_"), **flat(band.intervals(confidence))} for band in bands
+    ]
+
+
+def item_rows(items: list[LatentItem], measures: list[Measured]) -> list[dict[str, Any]]:
+    """One row per item: what it is, then each measure for both models; empty where an item had no pictures."""
+    rows: list[dict[str, Any]] = []
+    for place, item in enumerate(items):
+        row: dict[str, Any] = {"id": item.id, "file_name": item.file_name, "caption": item.caption}
+        for measured in measures:
+            if place < len(measured.base_N):
+                row[f"{measured.name}_base"] = float(measured.base_N[place])
+                row[f"{measured.name}_finetuned"] = float(measured.finetuned_N[place])
+        rows.append(row)
+    return rows
+
+
+def csv_bytes(rows: list[dict[str, Any]]) -> bytes:
+    """Rows as CSV, floats with six significant digits; the first row has all columns, what others lack stays empty."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(
+            {name: significant(value) if isinstance(value, float) else value for name, value in row.items()}
+        )
+    return text.getvalue().encode()
+
+
+def flat(parts: dict[str, Interval]) -> dict[str, float]:
+    """{"base": Interval} -> {"base": value, "base_low": low, "base_high": high}."""
+    values: dict[str, float] = {}
+    for part, interval in parts.items():
+        values[part] = interval.value
+        values[f"{part}_low"], values[f"{part}_high"] = interval.low, interval.high
+    return values
+
+
+def verdict(name: str, parts: dict[str, Interval]) -> str:
+    """One line for the person who watches."""
+    gain = parts["improvement"]
+    word = "better" if gain.low > 0 else "worse" if gain.high < 0 else "no clear difference"
+    return (
+        f"{name} {parts['base'].value:.4g} -> {parts['finetuned'].value:.4g}, "
+        f"improvement {gain.value:.4g} [{gain.low:.4g}, {gain.high:.4g}]: {word}"
+    )
+
+
+def refuse_not_finite(losses_NS: Tensor, items: list[LatentItem], model: str) -> None:
+    """Raise TrainingError that names the first items on which the model's loss is not a number."""
+    finite = torch.isfinite(losses_NS).all(dim=1)
+    bad = [item.file_name for item, good in zip(items, finite, strict=True) if not good]
+    if bad:
+        raise TrainingError(
+            f"the {model} U-Net's loss is not finite on {len(bad)} held-out items: {', '.join(bad[:5])}",
+            remedy="look at data/train/loss.csv; lower train.learning_rate and train again",
+        )
+
+
+def evaluate(cfg: EvaluateConfig, stage: Stage) -> None:
+    """Losses and pictures of both models, then the measures, then the report."""
+    device, seed = stage.shared.device, stage.shared.seed
+    cache = LatentCache(stage.folder("encode"))
+    items = cache.split("holdout")
+    record = read_record(stage.folder("base") / "record.json")
+    base = verified_folder(record, stage.root, *COMPONENTS)
+    schedule = NoiseSchedule(base, device)
+    check(cfg, len(items), schedule.steps)
+    weights = stage.folder("train") / "weights"
+    clip_folder = stage.root / cfg.clip
+    clip = Clip(clip_folder, device, cfg.batch_size)
+
+    timesteps = band_timesteps(schedule.steps, bands=cfg.bands, per_band=cfg.timesteps_per_band)
+    drawings = plan(items, cfg.pictures, seed)
+    losses: dict[str, Tensor] = {}
+    drawn: dict[str, list[Tensor]] = {}
+    for model, tuned in (("base", None), ("finetuned", weights)):
+        unet = load_model(base, tuned, device)
+        losses[model] = heldout_losses(
+            unet,
+            schedule,
+            cache,
+            items,
+            seed=seed,
+            timesteps=timesteps,
+            batch_size=cfg.batch_size,
+            device=device,
+        )
+        refuse_not_finite(losses[model], items, model)
+        digest = weights_digest(tuned) if tuned else None
+        drawn[model] = pictures_of(
+            drawings, base, unet, cfg, stage, base_digest=record.digest, weights=digest
+        )
+
+    pictured = items[: cfg.pictures]
+    captions = [item.caption for item in pictured]
+    real = real_pictures(stage.folder("preprocess"), pictured)
+    loss, *bands = loss_measures(losses, band_labels(cfg.bands, schedule.steps))
+    owners = [drawing.owner for drawing in drawings]
+    measures = [loss, *clip_measures(clip, captions, real, drawn, owners, cfg.cmmd_sigma)]
+    found = {measured.name: measured.intervals(cfg.confidence) for measured in measures}
+    found["loss"]["ratio"] = of_ratio(loss.finetuned_N, loss.base_N, cfg.confidence)
+
+    shown = min(cfg.sheet_columns, len(pictured))
+    rows = [("held out", real), ("base", drawn["base"]), ("fine-tuned", drawn["finetuned"])]
+    image = sheet([(name, pictures[:shown]) for name, pictures in rows], captions[:shown])
+    write_atomic(stage.out / "sheets" / "before_after.png", png_bytes(image))
+    write_atomic(stage.out / "items.csv", csv_bytes(item_rows(items, [*measures, *bands])))
+    write_atomic(stage.out / "bands.csv", csv_bytes(band_rows(bands, cfg.confidence)))
+    values = {
+        name: {part: interval.to_json() for part, interval in parts.items()} for name, parts in found.items()
+    }
+    judge = {"parameters": clip.parameters, "sha256": clip_digest(clip_folder)}
+    write_json(
+        stage.out / "metrics.json", {"clip": judge, "items": len(items), "pictures": cfg.pictures, **values}
+    )
+
+    for name, parts in found.items():
+        stage.tracker.metrics({f"eval/{name}/{key}": value for key, value in flat(parts).items()})
+        stage.say(verdict(name, parts))
+    stage.tracker.image("sheets/before_after", stage.out / "sheets" / "before_after.png")
+    stage.say(
+        f"{len(items)} held-out items, {cfg.pictures} pictures per model, {100 * cfg.confidence:g}% intervals; "
+        f"the CLIP that measured has {clip.parameters:,} parameters"
+    )
+
+
+if __name__ == "__main__":
+    stage_main("evaluate", EvaluateConfig, evaluate, fix=determinism.apply)
