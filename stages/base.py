@@ -32,4 +32,4 @@ def base(cfg: BaseConfig, stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    stage_main("base", BaseConfig, base, torch=False)
+    stage_main("base", BaseConfig, base)

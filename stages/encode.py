@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from stages.core import determinism
 from stages.core.errors import ConfigError, SourceError
 from stages.core.latents import TEXT_NAME, text_key
 from stages.core.models.text import TextEncoder
@@ -134,21 +135,29 @@ def _encode_shards(cfg: EncodeConfig, stage: Stage, record: BaseRecord, vae: Vae
             pixels: dict[str, Tensor] = load_pt(stage.folder("preprocess") / shard_name(number, ".pt"))
             keys = {item: pixel_key(value) for item, value in pixels.items()}
             pack = _load_pack(store / shard_name(number, ".safetensors"))
-            missing = {keys[item]: value for item, value in pixels.items() if f"{keys[item]}.mean" not in pack}
+            missing = {
+                keys[item]: value for item, value in pixels.items() if f"{keys[item]}.mean" not in pack
+            }
             if missing:
                 encoded = encode_pictures(vae, missing, cfg.batch_size)
-                _refuse_not_finite(encoded, {keys[item["id"]]: item["file_name"] for item in items if item["id"] in keys})
+                _refuse_not_finite(
+                    encoded, {keys[item["id"]]: item["file_name"] for item in items if item["id"] in keys}
+                )
                 pack |= encoded
                 save_file(store / shard_name(number, ".safetensors"), pack)
             made += len(missing)
             out = {
-                f"{item}.{part}": pack[f"{key}.{part}"] for item, key in keys.items() for part in ("mean", "logvar")
+                f"{item}.{part}": pack[f"{key}.{part}"]
+                for item, key in keys.items()
+                for part in ("mean", "logvar")
             }
             save_file(stage.out / shard_name(number, ".safetensors"), out)
     return made
 
 
-def _encode_texts(cfg: EncodeConfig, stage: Stage, record: BaseRecord, text: TextEncoder, items: list[Item]) -> int:
+def _encode_texts(
+    cfg: EncodeConfig, stage: Stage, record: BaseRecord, text: TextEncoder, items: list[Item]
+) -> int:
     """Write the text states; returns how many captions the store did not hold."""
     print_ = stage.fingerprint(
         text=record.component_digest("text_encoder", "tokenizer"), batch_size=cfg.batch_size
@@ -165,7 +174,9 @@ def _encode_texts(cfg: EncodeConfig, stage: Stage, record: BaseRecord, text: Tex
 
 
 def _refuse_not_finite(moments: dict[str, Tensor], names: dict[str, str]) -> None:
-    bad = sorted({names[name.split(".")[0]] for name, value in moments.items() if not torch.isfinite(value).all()})
+    bad = sorted(
+        {names[name.split(".")[0]] for name, value in moments.items() if not torch.isfinite(value).all()}
+    )
     if bad:
         raise SourceError(
             f"{', '.join(bad)}: the VAE gives values that are not finite",
@@ -174,7 +185,13 @@ def _refuse_not_finite(moments: dict[str, Tensor], names: dict[str, str]) -> Non
 
 
 def _refuse_odd_buckets(items: list[Item], vae: Vae) -> None:
-    odd = sorted({tuple(item["bucket"]) for item in items if any(side % vae.space.downsample for side in item["bucket"])})
+    odd = sorted(
+        {
+            tuple(item["bucket"])
+            for item in items
+            if any(side % vae.space.downsample for side in item["bucket"])
+        }
+    )
     if odd:
         raise ConfigError(
             f"buckets {odd} are not multiples of the VAE's downsampling, {vae.space.downsample}",
@@ -187,4 +204,4 @@ def _load_pack(path: Path) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    stage_main("encode", EncodeConfig, encode)
+    stage_main("encode", EncodeConfig, encode, fix=determinism.apply)

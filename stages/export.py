@@ -1,6 +1,6 @@
 """export: the trained model in the forms that others load, each compared with what was trained.
 
-Reads   data/base/record.json and the base's folder, data/train/weights/
+Reads   data/base/record.json and the base's folder, data/train/weights/, data/encode/index.json (its sha256 alone)
 Writes  data/export/pipeline/      StableDiffusionPipeline folder; LoRA factors are merged into its U-Net
         data/export/lora/          pytorch_lora_weights.safetensors, as trained (method lora alone)
         data/export/onnx/          text_encoder, unet, vae_decoder, vae_encoder: float32, free batch and size
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stages.core import parity
+from stages.core import determinism, parity
 from stages.core.errors import ConfigError
 from stages.core.models import folder as diffusers_folder
 from stages.core.models import onnx
@@ -63,7 +63,10 @@ def export(cfg: ExportConfig, stage: Stage) -> None:
     weights = stage.folder("train") / "weights"
     method = "lora" if is_lora(weights) else "full"
     inputs = {path.name: sha256_file(path) for path in sorted(weights.iterdir())}
-    print_ = stage.fingerprint(base=record.digest, weights=inputs, config=cfg, seed=stage.shared.seed)
+    latents = sha256_file(stage.folder("encode") / "index.json")
+    print_ = stage.fingerprint(
+        base=record.digest, weights=inputs, latents=latents, config=cfg, seed=stage.shared.seed
+    )
     with stage.store.lock("export", print_):
         trained = Trained(base, weights, stage.shared.seed)
         start_over(stage.out)
@@ -83,6 +86,7 @@ def export(cfg: ExportConfig, stage: Stage) -> None:
                 "components": {name: record.components[name]["digest"] for name in COMPONENTS},
                 "method": method,
                 "weights": inputs,
+                "encode": latents,
                 "export": dataclasses.asdict(cfg),
             },
         )
@@ -199,4 +203,4 @@ def parity_facts(cfg: ExportConfig, checks: list[Check], size: tuple[int, int], 
 
 
 if __name__ == "__main__":
-    stage_main("export", ExportConfig, export)
+    stage_main("export", ExportConfig, export, fix=determinism.apply)

@@ -47,7 +47,12 @@ def row_of(folder: Path, name: str, caption: str, cfg: IngestConfig) -> Row:
         header = read_header(path, max_pixels=cfg.max_pixels)
     except PictureError as error:
         return row | {"status": "quarantined", "reason": error.reason, "detail": error.message}
-    return row | {"format": header.format, "mode": header.mode, "width": header.width, "height": header.height}
+    return row | {
+        "format": header.format,
+        "mode": header.mode,
+        "width": header.width,
+        "height": header.height,
+    }
 
 
 def mark_duplicates(rows: list[Row]) -> None:
@@ -99,4 +104,4 @@ def ingest(cfg: IngestConfig, stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    stage_main("ingest", IngestConfig, ingest, torch=False)
+    stage_main("ingest", IngestConfig, ingest)

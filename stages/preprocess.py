@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
+from stages.core import determinism
 from stages.core.buckets import Bucket, BucketConfig, make_buckets, nearest_bucket
 from stages.core.errors import ConfigError, PictureError, SourceError
 from stages.core.images import decode, fit
-from stages.core.manifest import ITEMS, Row, check_limit, read_table, write_table
+from stages.core.manifest import ITEMS, Row, check_limit, read_rows, write_table
 from stages.core.shards import load_pt, pt_bytes, shard_name, shard_of, write_index
 from stages.core.store import sha256_file, write_atomic
 from stages.harness.run import Stage, stage_main
@@ -81,11 +82,13 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
     """Process what the store does not hold, shard by shard; then assemble the outs from it."""
     buckets = make_buckets(cfg.buckets)
     if len(cfg.background) != 3 or not all(0 <= value <= 255 for value in cfg.background):
-        raise ConfigError(f"preprocess.background is {cfg.background}", remedy="give red, green, blue, each 0 to 255")
+        raise ConfigError(
+            f"preprocess.background is {cfg.background}", remedy="give red, green, blue, each 0 to 255"
+        )
     if cfg.shards < 1:
         raise ConfigError(f"preprocess.shards is {cfg.shards}", remedy="set it to 1 or more")
     columns = ["item_id", "file_name", "caption", "split", "status", "reason", "detail"]
-    rows: list[Row] = read_table(stage.folder("ingest") / "manifest.parquet")[columns].to_dict("records")
+    rows = read_rows(stage.folder("ingest") / "manifest.parquet", columns)
     accepted = [row for row in rows if row["status"] == "accepted"]
     by_shard: dict[int, list[Row]] = defaultdict(list)
     for row in sorted(accepted, key=lambda row: row["item_id"]):
@@ -109,7 +112,9 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
             made += len(missing)
             entries |= {row["item_id"]: pack[row["item_id"]] for row in wanted}
             pixels: dict[str, Tensor] = {
-                row["item_id"]: pack[row["item_id"]]["pixels"] for row in wanted if "pixels" in pack[row["item_id"]]
+                row["item_id"]: pack[row["item_id"]]["pixels"]
+                for row in wanted
+                if "pixels" in pack[row["item_id"]]
             }
             write_atomic(stage.out / shard_name(number, ".pt"), pt_bytes(pixels))
 
@@ -129,7 +134,10 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
         if "pixels" in entries[row["item_id"]]
     ]
     if not items:
-        raise SourceError("no picture is left after preprocessing", remedy="see data/preprocess/items.parquet for the reasons")
+        raise SourceError(
+            "no picture is left after preprocessing",
+            remedy="see data/preprocess/items.parquet for the reasons",
+        )
     files = [shard_name(number, ".pt") for number in sorted(by_shard)]
     write_index(stage.out, {"format": 1, "items": items, "dtype": "uint8", "layout": "RGB CHW"}, files)
     report(stage, items, table, made)
@@ -145,7 +153,8 @@ def checked(folder: Path, row: Row) -> Path:
     path = folder / row["file_name"]
     if not path.is_file() or sha256_file(path) != row["item_id"]:
         raise SourceError(
-            f"{path} is not the file that ingest saw", remedy="run `dvc repro` again; it was changed meanwhile"
+            f"{path} is not the file that ingest saw",
+            remedy="run `dvc repro` again; it was changed meanwhile",
         )
     return path
 
@@ -165,4 +174,4 @@ def report(stage: Stage, items: list[dict[str, Any]], table: list[Row], made: in
 
 
 if __name__ == "__main__":
-    stage_main("preprocess", PreprocessConfig, preprocess)
+    stage_main("preprocess", PreprocessConfig, preprocess, fix=determinism.apply)

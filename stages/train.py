@@ -13,6 +13,7 @@ function of (seed, step), so a checkpoint is weights, optimiser, schedule, avera
 import csv
 import io
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,22 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from stages.core import determinism
 from stages.core.batches import Batches
 from stages.core.errors import ConfigError, TrainingError
 from stages.core.heldout import heldout_losses
 from stages.core.latents import LatentCache
 from stages.core.models.lora import add_lora, save_lora
 from stages.core.models.schedule import NoiseSchedule
-from stages.core.models.unet import Ema, load_unet, lr_scheduler, predict, save_unet, set_checkpointing, trainable
+from stages.core.models.unet import (
+    Ema,
+    load_unet,
+    lr_scheduler,
+    predict,
+    save_unet,
+    set_checkpointing,
+    trainable,
+)
 from stages.core.record import read_record, verified_folder
 from stages.core.shards import load_pt, save_pt
 from stages.core.store import write_atomic, write_json
@@ -165,6 +175,10 @@ class Trainer:
         self.step += 1
         return {"step": self.step, "loss": total, "learning_rate": rate, "gradient_norm": float(norm or 0.0)}
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the U-Net holds its averaged weights (its own ones where no average is kept)."""
+        return self.ema.applied() if self.ema else nullcontext()
+
     def state(self) -> dict[str, Any]:
         """All that `load` needs to continue to the same bits."""
         scaler = self.accelerator.scaler
@@ -196,29 +210,18 @@ class Trainer:
 def validate(trainer: Trainer, cfg: TrainConfig, stage: Stage) -> float:
     """Mean loss on held-out items at fixed noise and timesteps, with the averaged weights where they are kept."""
     batches = trainer.batches
-    items = batches.cache.split("holdout")[: cfg.validation.items]
-
-    def measure() -> float:
+    with trainer.averaged():
         losses = heldout_losses(
             trainer.bare,
             batches.schedule,
             batches.cache,
-            items,
+            batches.cache.split("holdout")[: cfg.validation.items],
             seed=stage.shared.seed,
             timesteps=cfg.validation.timesteps,
             batch_size=cfg.batch_size,
             device=stage.shared.device,
         )
-        return float(losses.double().mean())
-
-    trainer.bare.eval()
-    if trainer.ema:
-        with trainer.ema.applied():
-            loss = measure()
-    else:
-        loss = measure()
-    trainer.bare.train()
-    return loss
+    return float(losses.mean())
 
 
 def run(trainer: Trainer, cfg: TrainConfig, stage: Stage, checkpoint: Path) -> None:
@@ -295,16 +298,15 @@ def train(cfg: TrainConfig, stage: Stage) -> None:
             trainer.load(load_pt(checkpoint))
             stage.say(f"continues from step {trainer.step} of {cfg.steps}")
         run(trainer, cfg, stage, checkpoint)
-    if trainer.ema:
-        with trainer.ema.applied():
-            save_weights(unet, cfg, stage.out / "weights")
-    else:
+    with trainer.averaged():
         save_weights(unet, cfg, stage.out / "weights")
 
     first, last = trainer.validation[0]["loss"], trainer.validation[-1]["loss"]
     write_atomic(stage.out / "loss.csv", csv_bytes(trainer.curve, _CURVE))
     write_atomic(stage.out / "validation.csv", csv_bytes(trainer.validation, ("step", "loss")))
-    write_json(stage.out / "metrics.json", {"validation_loss": {"first": first, "last": last}, "steps": cfg.steps})
+    write_json(
+        stage.out / "metrics.json", {"validation_loss": {"first": first, "last": last}, "steps": cfg.steps}
+    )
     stage.tracker.metrics({"train/validation_loss_first": first, "train/validation_loss_last": last})
     count = sum(value.numel() for value in trainer.parameters.values())
     stage.say(
@@ -314,4 +316,4 @@ def train(cfg: TrainConfig, stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    stage_main("train", TrainConfig, train)
+    stage_main("train", TrainConfig, train, fix=determinism.apply)

@@ -42,4 +42,6 @@ def make_buckets(config: BucketConfig) -> list[Bucket]:
 def nearest_bucket(size: tuple[int, int], buckets: list[Bucket]) -> Bucket:
     """The bucket for a picture of `size` (H, W): nearest aspect ratio, then the larger area."""
     ratio = math.log(size[1] / size[0])
-    return min(buckets, key=lambda bucket: (abs(math.log(bucket[1] / bucket[0]) - ratio), -bucket[0] * bucket[1]))
+    return min(
+        buckets, key=lambda bucket: (abs(math.log(bucket[1] / bucket[0]) - ratio), -bucket[0] * bucket[1])
+    )

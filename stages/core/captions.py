@@ -31,10 +31,15 @@ def picture_files(folder: Path) -> list[str]:
     names: list[str] = []
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
-        if any(part.startswith(".") for part in relative.parts) or path.suffix.lower() not in PICTURE_SUFFIXES:
+        if (
+            any(part.startswith(".") for part in relative.parts)
+            or path.suffix.lower() not in PICTURE_SUFFIXES
+        ):
             continue
         if not path.resolve().is_relative_to(top):
-            raise SourceError(f"{path} is a link out of {folder}", remedy="put the picture itself into the folder")
+            raise SourceError(
+                f"{path} is a link out of {folder}", remedy="put the picture itself into the folder"
+            )
         if path.is_file():
             names.append(relative.as_posix())
     if not names:
@@ -63,14 +68,18 @@ def read_captions(folder: Path, pictures: list[str]) -> dict[str, str]:
     for line, row in rows:
         name, text = _row_fields(path, line, row)
         if name in captions:
-            raise SourceError(f"{path}, line {line}: {name} has a second caption", remedy="keep one line for each picture")
+            raise SourceError(
+                f"{path}, line {line}: {name} has a second caption", remedy="keep one line for each picture"
+            )
         if name not in known:
             raise SourceError(
                 f"{path}, line {line}: {name} is not a picture in {folder}",
                 remedy="put the picture there or remove the line",
             )
         captions[name] = text
-    _refuse_missing(folder, [name for name in pictures if name not in captions], f"has no line in {path.name}")
+    _refuse_missing(
+        folder, [name for name in pictures if name not in captions], f"has no line in {path.name}"
+    )
     return captions
 
 
@@ -86,13 +95,17 @@ def _from_sidecars(folder: Path, pictures: list[str]) -> dict[str, str]:
         if not text:
             raise SourceError(f"{path} is empty", remedy="write the caption of the picture into it")
         captions[name] = text
-    _refuse_missing(folder, missing, "has no caption: there is no metadata.jsonl, no metadata.csv and no .txt beside it")
+    _refuse_missing(
+        folder, missing, "has no caption: there is no metadata.jsonl, no metadata.csv and no .txt beside it"
+    )
     return captions
 
 
 def _refuse_missing(folder: Path, names: list[str], why: str) -> None:
     if names:
-        listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+        listed = ", ".join(names[:_LISTED]) + (
+            f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        )
         raise SourceError(
             f"{folder}: {len(names)} picture(s) without caption ({listed}): each {why}",
             remedy="add the captions, or take the pictures out of the folder",
@@ -108,7 +121,9 @@ def _row_fields(path: Path, line: int, row: dict[str, Any]) -> tuple[str, str]:
             )
     name, text = PurePosixPath(row["file_name"]), row["text"].strip()
     if name.is_absolute() or ".." in name.parts:
-        raise SourceError(f"{path}, line {line}: {name} leaves the folder", remedy="use paths inside the folder only")
+        raise SourceError(
+            f"{path}, line {line}: {name} leaves the folder", remedy="use paths inside the folder only"
+        )
     if not text:
         raise SourceError(f"{path}, line {line}: the caption of {name} is empty", remedy="write one")
     return name.as_posix(), text
@@ -122,7 +137,9 @@ def _jsonl_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         try:
             value: Any = json.loads(text)
         except ValueError as error:
-            raise SourceError(f"{path}, line {line}: not JSON ({error})", remedy="one JSON object a line") from error
+            raise SourceError(
+                f"{path}, line {line}: not JSON ({error})", remedy="one JSON object a line"
+            ) from error
         if not isinstance(value, dict):
             raise SourceError(f"{path}, line {line}: not a JSON object", remedy="one JSON object a line")
         rows.append((line, cast(dict[str, Any], value)))
@@ -134,7 +151,8 @@ def _csv_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     missing = {"file_name", "text"} - set(reader.fieldnames or [])
     if missing:
         raise SourceError(
-            f"{path}, line 1: no column {', '.join(sorted(missing))}", remedy="the first line names the columns"
+            f"{path}, line 1: no column {', '.join(sorted(missing))}",
+            remedy="the first line names the columns",
         )
     try:
         return [(reader.line_num, row) for row in reader]

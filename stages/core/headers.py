@@ -32,7 +32,9 @@ def read_header(path: Path, *, max_pixels: int) -> Header:
                     format=picture.format or "", mode=picture.mode, width=picture.width, height=picture.height
                 )
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise PictureError("unreadable", f"{path} is not a picture ({error})", remedy="replace or remove it") from error
+        raise PictureError(
+            "unreadable", f"{path} is not a picture ({error})", remedy="replace or remove it"
+        ) from error
     refuse_bomb(path, (header.width, header.height), max_pixels)
     return header
 

@@ -35,7 +35,9 @@ def decode(path: Path, *, background: tuple[int, int, int], max_pixels: int) -> 
             picture = Image.open(path)
             refuse_bomb(path, picture.size, max_pixels)
             if getattr(picture, "n_frames", 1) > 1:
-                raise PictureError("animated", f"{path} has several frames", remedy="save one frame as a picture")
+                raise PictureError(
+                    "animated", f"{path} has several frames", remedy="save one frame as a picture"
+                )
             picture.load()
     except PictureError:
         raise
@@ -73,26 +75,41 @@ def _to_srgb(path: Path, picture: Image.Image, profile: bytes | None, repairs: l
         grey = np.asarray(picture, dtype=np.float64) / 257.0
         picture = Image.fromarray(np.rint(grey.clip(0, 255)).astype(np.uint8))
     if picture.mode == "F":
-        raise PictureError("float_pixels", f"{path} has floating-point pixels", remedy="save it as 8-bit or 16-bit")
+        raise PictureError(
+            "float_pixels", f"{path} has floating-point pixels", remedy="save it as 8-bit or 16-bit"
+        )
     if profile and picture.mode in ("RGB", "RGBA", "L", "LA", "CMYK"):
-        base = picture.convert("RGB") if picture.mode == "RGBA" else picture.convert("L") if picture.mode == "LA" else picture
+        base = (
+            picture.convert("RGB")
+            if picture.mode == "RGBA"
+            else picture.convert("L")
+            if picture.mode == "LA"
+            else picture
+        )
         try:
             source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
             if "sRGB" in ImageCms.getProfileDescription(source):
                 return base.convert("RGB")
             converted = ImageCms.profileToProfile(
-                base, source, ImageCms.createProfile("sRGB"), ImageCms.Intent.RELATIVE_COLORIMETRIC, outputMode="RGB"
+                base,
+                source,
+                ImageCms.createProfile("sRGB"),
+                ImageCms.Intent.RELATIVE_COLORIMETRIC,
+                outputMode="RGB",
             )
         except ImageCms.PyCMSError as error:
             raise PictureError(
-                "bad_profile", f"{path} has a colour profile that cannot be used ({error})",
+                "bad_profile",
+                f"{path} has a colour profile that cannot be used ({error})",
                 remedy="convert it to sRGB in a picture editor",
             ) from error
         repairs.append("profile_to_srgb")
         assert converted is not None
         return converted
     if picture.mode == "CMYK":
-        raise PictureError("cmyk_without_profile", f"{path} is CMYK without a profile", remedy="convert it to sRGB")
+        raise PictureError(
+            "cmyk_without_profile", f"{path} is CMYK without a profile", remedy="convert it to sRGB"
+        )
     if picture.mode in ("RGB", "RGBX"):
         return picture.convert("RGB")
     return picture.convert("RGBA").convert("RGB")

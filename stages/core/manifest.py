@@ -8,7 +8,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,11 +24,11 @@ def write_table(path: Path, rows: list[Row], schema: pa.Schema) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def read_table(path: Path) -> pd.DataFrame:
-    """Read a table that `write_table` wrote. Raises SourceError when it is missing."""
+def read_rows(path: Path, columns: list[str]) -> list[Row]:
+    """The named columns of a table that `write_table` wrote. Raises SourceError when it is missing."""
     if not path.is_file():
         raise SourceError(f"{path} is missing", remedy="run `dvc repro` to make it")
-    return pd.read_parquet(path)
+    return pq.read_table(path, columns=columns).to_pylist()
 
 
 def split_of(item_id: str, holdout_percent: int) -> str:

@@ -62,7 +62,9 @@ def read_hub_source(path: Path) -> HubSource:
     try:
         value: Any = YAML(typ="safe").load(path)
     except YAMLError as error:
-        raise BaseModelError(f"{path} is not YAML: {error}", remedy="see docs/formats.md for its fields") from error
+        raise BaseModelError(
+            f"{path} is not YAML: {error}", remedy="see docs/formats.md for its fields"
+        ) from error
     if not isinstance(value, dict):
         raise BaseModelError(f"{path} holds no fields", remedy="it needs repo, revision and variant")
     fields = cast(dict[str, Any], value)
@@ -115,11 +117,13 @@ def _hub_folder(hub: HubSource, *, download: bool) -> Path:
         )
     except GatedRepoError as error:
         raise BaseModelError(
-            f"{hub.repo} is gated", remedy="accept its licence on the hub and set HF_TOKEN_PATH to a token file"
+            f"{hub.repo} is gated",
+            remedy="accept its licence on the hub and set HF_TOKEN_PATH to a token file",
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise BaseModelError(
-            f"{hub.repo} at {hub.revision} is not on the hub", remedy="check repo and revision in the .yaml file"
+            f"{hub.repo} at {hub.revision} is not on the hub",
+            remedy="check repo and revision in the .yaml file",
         ) from error
     except Exception as error:  # the client raises what its HTTP library raises
         raise BaseModelError(
@@ -144,7 +148,9 @@ def describe(folder: Path, source: dict[str, Any]) -> BaseRecord:
         part = folder / name
         paths = sorted(path for path in part.glob("*") if path.suffix in _PLAIN and path.is_file())
         if not paths:
-            raise BaseModelError(f"{part} is missing or empty", remedy="a base needs " + ", ".join(COMPONENTS))
+            raise BaseModelError(
+                f"{part} is missing or empty", remedy="a base needs " + ", ".join(COMPONENTS)
+            )
         if name in ("unet", "vae", "text_encoder") and not any(path.suffix in _WEIGHTS for path in paths):
             pickles = sorted(path.name for path in part.glob("*") if path.suffix in _PICKLES)
             raise BaseModelError(

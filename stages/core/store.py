@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Store:
         return folder
 
     @contextmanager
-    def lock(self, stage: str, print_: str) -> Iterator[Path]:
+    def lock(self, stage: str, print_: str) -> Generator[Path]:
         """Hold this stage and fingerprint alone; yields its folder. Raises LockedError with the holder's pid.
 
         The kernel drops the lock when the holder dies, so a killed run never blocks the next one.

@@ -46,7 +46,9 @@ def read_params(path: Path = PARAMS) -> dict[str, Any]:
 def load_shared(params: dict[str, Any]) -> SharedConfig:
     """The shared values. Raises ConfigError for values that nothing can run with."""
     names = [field.name for field in dataclasses.fields(SharedConfig)]
-    shared = parse({name: params[name] for name in names if name in params}, SharedConfig, where="params.yaml")
+    shared = parse(
+        {name: params[name] for name in names if name in params}, SharedConfig, where="params.yaml"
+    )
     if shared.device not in ("cpu", "cuda"):
         raise ConfigError(
             f"params.yaml: device is {shared.device!r}",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stages.core import determinism
+from stages.core.determinism import DeterminismConfig
 from stages.core.errors import DarkroomError, MachineError
 from stages.core.store import Store, fingerprint
 from stages.harness.closure import closure_digest
@@ -47,7 +47,7 @@ class Stage:
         return self.root / "data" / stage
 
     def fingerprint(self, **parts: Any) -> str:
-        """One digest over `parts` and over all that any work of this stage depends on: code, versions, machine settings."""
+        """One digest over `parts` and all that any work of this stage depends on: code, versions, machine settings."""
         return fingerprint(
             {
                 **{name: _plain(part) for name, part in parts.items()},
@@ -71,7 +71,9 @@ def project_root() -> Path:
     """Where shared state lives: DVC_ROOT (also from experiments in temporary folders), else the git top, else the cwd."""
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"])
-    found = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False
+    )
     return Path(found.stdout.strip()) if found.returncode == 0 else Path.cwd()
 
 
@@ -81,14 +83,23 @@ def store_root() -> Path:
     return Path(override) if override else project_root() / ".darkroom" / "store"
 
 
-def stage_main(name: str, config: type[C], work: Callable[[C, Stage], None], *, torch: bool = True) -> None:
+def stage_main(
+    name: str,
+    config: type[C],
+    work: Callable[[C, Stage], None],
+    *,
+    fix: Callable[[DeterminismConfig], None] | None = None,
+) -> None:
     """Run one stage as a process: read params.yaml, fix determinism, work, and end with 0 or one clear error and 1.
 
-    torch: the stage computes with torch, so threads and kernels are fixed and the device is checked first.
+    fix: `core.determinism.apply`, given by the stages that compute with torch. The stage names it, not this module, so
+    that the file is one of the stage's deps.
     """
     module = sys.modules["__main__"]
     if len(sys.argv) > 1:
-        print(f"{(module.__doc__ or '').strip()}\n\nParameters: section `{name}` of params.yaml; run it with `dvc repro {name}`.")
+        print(
+            f"{(module.__doc__ or '').strip()}\n\nParameters: section `{name}` of params.yaml; run it with `dvc repro {name}`."
+        )
         raise SystemExit(0 if sys.argv[1] in ("-h", "--help") else 2)
     signal.signal(signal.SIGTERM, _terminated)
     tracker = open_journal()
@@ -97,8 +108,8 @@ def stage_main(name: str, config: type[C], work: Callable[[C, Stage], None], *, 
         params = read_params()
         shared = load_shared(params)
         cfg = load_section(params, name, config)
-        if torch:
-            determinism.apply(shared.determinism)
+        if fix:
+            fix(shared.determinism)
             check_device(shared.device)
         stage = Stage(name=name, root=Path(), shared=shared, store=Store(store_root()), tracker=tracker)
         work(cfg, stage)
@@ -107,7 +118,12 @@ def stage_main(name: str, config: type[C], work: Callable[[C, Stage], None], *, 
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        fail(name, DarkroomError(f"{error}", remedy="free space or make the folder writable, then run the same command again"))
+        fail(
+            name,
+            DarkroomError(
+                f"{error}", remedy="free space or make the folder writable, then run the same command again"
+            ),
+        )
     except KeyboardInterrupt:
         print(f"{name}: stopped; the same command continues from here", file=sys.stderr)
         raise SystemExit(130) from None
@@ -141,5 +157,3 @@ def _plain(part: Any) -> Any:
 
 def _terminated(_signal: int, _frame: Any) -> None:
     raise KeyboardInterrupt
-
-

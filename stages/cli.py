@@ -1,0 +1,154 @@
+"""The commands that are not stages: `python -m stages.cli`, installed as `darkroom`."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stages.core.errors import DarkroomError
+from stages.harness.config import PARAMS, load_shared, read_params
+from stages.harness.run import project_root, store_root
+
+
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A DarkroomError becomes its message and exit code 1."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except DarkroomError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(1)
+
+    return wrapped
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def main() -> None:
+    """Darkroom: reproducible fine-tuning of Stable Diffusion as a DVC pipeline.
+
+    The pipeline itself is run with `dvc repro`; these commands are what stands around it.
+    """
+
+
+@main.command()
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Ask for this device instead of params.yaml's."
+)
+@plain_errors
+def doctor(device: str | None) -> None:
+    """Show what this machine has, and where the stages will run."""
+    from stages.harness import doctor as checks
+
+    for what, finding in checks.report(project_root()):
+        click.echo(f"{what:>12}  {finding}")
+    shared = load_shared(read_params())
+    click.echo(checks.where(device or shared.device, shared.runtime))
+
+
+@main.command("sample-data")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("data/pictures"), show_default=True)
+@click.option("--if-missing", is_flag=True, help="Do nothing when the folder already holds something.")
+@plain_errors
+def sample_data(folder: Path, if_missing: bool) -> None:
+    """Fill the pictures' folder with the sample pictures (Twemoji, CC-BY 4.0) and their captions."""
+    from stages.harness.samples import write_samples
+
+    if if_missing and folder.is_dir() and any(folder.iterdir()):
+        return
+    click.echo(f"{write_samples(folder)} captioned pictures in {folder}")
+
+
+@main.command()
+@click.argument("preset")
+@plain_errors
+def params(preset: str) -> None:
+    """Rewrite params.yaml by PRESET, a file of params/ (its comments are kept)."""
+    from stages.harness.presets import apply_preset
+
+    apply_preset(PARAMS, Path("params"), preset)
+    click.echo(f"params.yaml now holds preset {preset}; `git diff params.yaml` shows what changed")
+
+
+@main.group()
+def tracking() -> None:
+    """MLflow: complete the records, open the page."""
+
+
+@tracking.command()
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait at most.")
+@plain_errors
+def sync(timeout: float) -> None:
+    """Wait until everything that the stages recorded is in MLflow."""
+    from stages.harness.tracking import sync as synchronise
+
+    click.echo(synchronise(project_root(), timeout))
+
+
+@tracking.command()
+@click.option("--port", type=int, default=5000, show_default=True)
+@plain_errors
+def ui(port: int) -> None:
+    """Open MLflow's page on the local records (http://127.0.0.1:PORT); end it with Ctrl-C."""
+    from stages.harness.tracking import ui_command, ui_environment
+
+    click.echo(f"MLflow is at http://127.0.0.1:{port} in a few seconds; Ctrl-C ends it")
+    try:
+        code = subprocess.call(ui_command(project_root(), port), env=ui_environment())
+    except KeyboardInterrupt:
+        code = 0
+    sys.exit(code)
+
+
+@main.group()
+def store() -> None:
+    """The store of finished work: show it, prune it."""
+
+
+@store.command()
+@plain_errors
+def show() -> None:
+    """List what the store holds, by stage, the newest last."""
+    from stages.harness.store_view import entries
+
+    root = store_root()
+    click.echo(f"{root}")
+    for entry in entries(root):
+        click.echo(
+            f"{entry.stage:>12}  {entry.fingerprint[:12]}  {entry.bytes / 1e6:9.1f} MB  {entry.used:%Y-%m-%d %H:%M}"
+        )
+
+
+@store.command()
+@click.option(
+    "--keep",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Newest entries of each stage that stay.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@plain_errors
+def prune(keep: int, yes: bool) -> None:
+    """Remove old work. Outs and DVC's cache are not touched; what is removed is computed again when needed."""
+    from stages.harness.store_view import old_entries, remove
+
+    old = old_entries(store_root(), keep)
+    size = sum(entry.bytes for entry in old) / 1e6
+    if not old:
+        click.echo("nothing to remove")
+        return
+    if not yes:
+        click.confirm(f"remove {len(old)} entries, {size:.1f} MB?", abort=True)
+    for entry in old:
+        remove(entry)
+    click.echo(f"{len(old)} entries removed, {size:.1f} MB freed")
+
+
+if __name__ == "__main__":
+    main()
