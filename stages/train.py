@@ -157,14 +157,14 @@ class Trainer:
             weights_B = self.batches.schedule.loss_weights(batch.steps_B, cfg.min_snr_gamma)
             losses_B = (predicted - batch.target_BChw.float()).square().mean(dim=(1, 2, 3))
             loss: Tensor = (losses_B * weights_B).mean() / cfg.accumulation
-            if not math.isfinite(float(loss)):
+            if not math.isfinite(value := float(loss.detach())):
                 names = ", ".join(item.file_name for item in batch.items)
                 raise TrainingError(
-                    f"the loss of step {self.step + 1} is {float(loss)}; its batch: {names}",
+                    f"the loss of step {self.step + 1} is {value}; its batch: {names}",
                     remedy="lower train.learning_rate, or use mixed_precision bf16 or no",
                 )
             self.accelerator.backward(loss)
-            total += float(loss)
+            total += value
         norm = self.accelerator.clip_grad_norm_(self.parameters.values(), cfg.max_grad_norm)
         rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
@@ -226,24 +226,39 @@ def validate(trainer: Trainer, cfg: TrainConfig, stage: Stage) -> float:
 
 def run(trainer: Trainer, cfg: TrainConfig, stage: Stage, checkpoint: Path) -> None:
     """From the trainer's step to the last one; checkpoints, curves and validation on the way."""
+    # A resumed run's records hold the whole curve, not only what came after the restart.
+    for row in trainer.curve:
+        record_step(stage, row)
     if not trainer.validation:
         trainer.validation.append({"step": 0, "loss": validate(trainer, cfg, stage)})
+    for row in trainer.validation:
+        record_validation(stage, row)
     steps = range(trainer.step, cfg.steps)
     for _ in stage.progress(steps, total=cfg.steps, what=cfg.method, unit="steps", done=trainer.step):
         row = trainer.advance()
         last = trainer.step == cfg.steps
         if trainer.step % cfg.log_every == 0 or last:
             trainer.curve.append(row)
-            stage.tracker.metrics({f"train/{name}": row[name] for name in _CURVE[1:]}, step=trainer.step)
+            record_step(stage, row)
         if trainer.step % cfg.validation.every == 0 or last:
             loss = validate(trainer, cfg, stage)
             trainer.validation.append({"step": trainer.step, "loss": loss})
-            stage.tracker.metrics({"train/validation_loss": loss}, step=trainer.step)
+            record_validation(stage, trainer.validation[-1])
         if trainer.step % cfg.checkpoint_every == 0 or last:
             save_pt(checkpoint, trainer.state())
 
 
 _CURVE = ("step", "loss", "learning_rate", "gradient_norm")
+
+
+def record_step(stage: Stage, row: dict[str, float]) -> None:
+    """One point of the training curve, for MLflow."""
+    stage.tracker.metrics({f"train/{name}": row[name] for name in _CURVE[1:]}, step=int(row["step"]))
+
+
+def record_validation(stage: Stage, row: dict[str, float]) -> None:
+    """One point of the validation curve, for MLflow."""
+    stage.tracker.metrics({"train/validation_loss": row["loss"]}, step=int(row["step"]))
 
 
 def csv_bytes(rows: list[dict[str, float]], names: tuple[str, ...]) -> bytes:
