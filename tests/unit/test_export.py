@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from stages.core.sums import verify_sums
 from stages.export import ExportConfig, Trained, compare_files, export
 from stages.harness.config import SharedConfig
 from stages.harness.run import Stage
-from tests.tiny import make_tiny_base, scale_output, write_record
+from tests.tiny import make_tiny_base, read_model_index, scale_output, write_record
 
 CONFIG = ExportConfig(
     dtype="float32",
@@ -59,6 +60,8 @@ def make_inputs(root: Path, method: str) -> Stage:
     """A base and trained weights under `root`, both plainly different from untrained."""
     base = make_tiny_base(root / "base")
     write_record(base, root)
+    (root / "data" / "encode").mkdir()
+    (root / "data" / "encode" / "index.json").write_text("{}\n")
     unet = load_unet(base / "unet", "cpu")
     generator = torch.Generator().manual_seed(1)
     if method == "lora":
@@ -197,6 +200,7 @@ def test_provenance(done: Stage) -> None:
     assert provenance["base"] == record["digest"]
     assert provenance["method"] == "lora"
     assert provenance["weights"] == {weights.name: sha256_file(weights)}
+    assert provenance["encode"] == sha256_file(done.folder("encode") / "index.json")
     assert provenance["export"] == dataclasses.asdict(CONFIG)
     assert sha256_file(done.out / "lora" / weights.name) == sha256_file(weights)
 
@@ -217,6 +221,33 @@ def test_half_precision(fresh: Stage) -> None:
     assert {pipeline.unet.dtype, pipeline.vae.dtype, pipeline.text_encoder.dtype} == {torch.float16}
     seen = cast(_Tracker, fresh.tracker).seen
     assert 1e-5 < seen["export/error/pipeline/unet"] < 1e-2
+
+
+def test_a_base_as_the_hub_holds_it(fresh: Stage) -> None:
+    """Weights under a variant's name, and parts in the index that stage base never fetches."""
+    base = fresh.root / "base"
+    unet = load_unet(base / "unet", "cpu")
+    for path in base.rglob("*.safetensors"):
+        path.rename(path.with_name(path.name.replace(".safetensors", ".fp16.safetensors")))
+    index = json.loads((base / "model_index.json").read_text())
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    index["feature_extractor"] = ["transformers", "CLIPImageProcessor"]
+    index["requires_safety_checker"] = True
+    index["_name_or_path"] = "/somewhere/else"
+    (base / "model_index.json").write_text(json.dumps(index))
+    write_record(base, fresh.root)
+    weights = fresh.folder("train") / "weights"
+    shutil.rmtree(weights)
+    add_lora(unet, rank=2, alpha=2.0, dropout=0.0, targets=["to_q"], seed=1)
+    save_lora(unet, weights)
+    export(QUICK, fresh)
+    assert sorted(path.name for path in (fresh.out / "pipeline" / "vae").iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+    ]
+    written = read_model_index(fresh.out / "pipeline")
+    assert written["safety_checker"] == written["feature_extractor"] == [None, None]
+    assert "_name_or_path" not in written
 
 
 def _perturb(folder: Path, part: str) -> None:

@@ -5,6 +5,7 @@ Letters: B batch, C channels, H W pixels, h w latents.
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from stages.core.models.text import TextEncoder
 from stages.core.models.unet import UNET_WEIGHTS, predict, save_unet
 from stages.core.models.vae import Vae
 from stages.core.parity import ModelShape, Outputs, Probe
-from stages.core.safetensors_io import load_weights, save_file
+from stages.core.safetensors_io import load_weights, save_file, weights_variant
 from stages.core.sampler import normal
 from stages.core.store import write_json
 
@@ -84,9 +85,7 @@ def load_pipeline(folder: Path) -> Any:
 
     Raises ParityError when the folder's U-Net lacks a weight or holds one too many: diffusers only warns.
     """
-    pipeline: Any = StableDiffusionPipeline.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True
-    )
+    pipeline = _from_pretrained(folder)
     with safe_open(folder / "unet" / UNET_WEIGHTS, framework="pt") as handle:  # pyright: ignore[reportUnknownVariableType]
         stored = set(cast(list[str], handle.keys()))
     wanted = set(cast(dict[str, Tensor], pipeline.unet.state_dict()))
@@ -99,12 +98,27 @@ def load_pipeline(folder: Path) -> Any:
     return pipeline
 
 
+def _from_pretrained(folder: Path, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        # Twenty lines about the scheduler file of some bases, which is theirs and is not used as it is.
+        warnings.simplefilter("ignore", FutureWarning)
+        return StableDiffusionPipeline.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, **options
+        )
+
+
 def load_with_lora(base: Path, lora: Path) -> nn.Module:
     """The U-Net of the base's pipeline after `load_lora_weights(lora)`, as its user loads it."""
-    pipeline: Any = StableDiffusionPipeline.from_pretrained(
-        base, dtype=torch.float32, local_files_only=True, safety_checker=None, requires_safety_checker=False
+    pipeline = _from_pretrained(
+        base,
+        variant=weights_variant(base / "unet"),
+        # Named in the index of hub models, but not fetched.
+        safety_checker=None,
+        feature_extractor=None,
+        image_encoder=None,
+        requires_safety_checker=False,
     )
-    # Half of the warning is about text encoder keys, which these files never hold.
+    # It would warn that there are no keys for the text encoder, which is as it should be.
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -132,23 +132,23 @@ def test_same_bytes_in_another_folder(folder: Path, model: _Model, tmp_path: Pat
 
 
 def test_weights_beyond_the_limit_of_protobuf_go_beside(model: _Model, tmp_path: Path, folder: Path) -> None:
-    first = _write(model, tmp_path / "a", "unet", split_bytes=1000)
-    again = _write(model, tmp_path / "b", "unet", split_bytes=1000)
-    files = sorted(path.name for path in (first / "unet").iterdir())
+    first = _write(model, tmp_path / "a", "vae_decoder", split_bytes=1000)
+    again = _write(model, tmp_path / "b", "vae_decoder", split_bytes=1000)
+    files = sorted(path.name for path in (first / "vae_decoder").iterdir())
     assert files == ["config.json", "model.onnx", "model.onnx_data"]
     for name in files:
-        assert (first / "unet" / name).read_bytes() == (again / "unet" / name).read_bytes()
-    assert (first / "unet" / "model.onnx").stat().st_size < (
-        first / "unet" / "model.onnx_data"
+        assert (first / "vae_decoder" / name).read_bytes() == (again / "vae_decoder" / name).read_bytes()
+    assert (first / "vae_decoder" / "model.onnx").stat().st_size < (
+        first / "vae_decoder" / "model.onnx_data"
     ).stat().st_size
     probe = model.probes[1]
     split = onnx_files.OnnxModel(first).run(probe)
-    assert list(split) == ["unet"]
-    assert torch.equal(split["unet"], onnx_files.OnnxModel(folder).run(probe)["unet"])
+    assert list(split) == ["vae_decoder"]
+    assert torch.equal(split["vae_decoder"], onnx_files.OnnxModel(folder).run(probe)["vae_decoder"])
     # Written over itself, it is the same and does not grow.
-    size = (first / "unet" / "model.onnx_data").stat().st_size
-    _write(model, first, "unet", split_bytes=1000)
-    assert (first / "unet" / "model.onnx_data").stat().st_size == size
+    size = (first / "vae_decoder" / "model.onnx_data").stat().st_size
+    _write(model, first, "vae_decoder", split_bytes=1000)
+    assert (first / "vae_decoder" / "model.onnx_data").stat().st_size == size
 
 
 @pytest.mark.parametrize("opset", [onnx_files.OPSETS[0], onnx_files.OPSETS[-1]])

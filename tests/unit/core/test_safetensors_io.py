@@ -72,6 +72,7 @@ canonicalise(path)
 """
 
 
+@pytest.mark.slow  # three processes that import torch
 def test_canonical_over_three_processes_with_different_hash_seeds(tmp_path: Path) -> None:
     files: list[bytes] = []
     for seed in ("0", "1", "4242"):
