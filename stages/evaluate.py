@@ -159,6 +159,8 @@ def clip_measures(
 ) -> list[Measured]:
     """Distance to the real pictures, CLIP score, and its contrast to other captions."""
     real_ND, captions_ND = clip.pictures(real), clip.captions(captions)
+    real_NN = caption_cosines(real_ND, captions_ND, list(range(len(captions))))
+    reached: list[Tensor | None] = [None, real_NN.diagonal(), pair_means(contrast_pairs(real_NN))]
     parts: dict[str, list[Tensor]] = {}
     for model, pictures in drawn.items():
         drawn_MD = clip.pictures(pictures)
@@ -171,9 +173,9 @@ def clip_measures(
         ]
     kinds = [("cmmd", True, -1), ("clip_score", False, 1), ("clip_contrast", True, 1)]
     return [
-        Measured(name=name, base_N=base_N, finetuned_N=finetuned_N, pairs=pairs, better=better)
-        for (name, pairs, better), base_N, finetuned_N in zip(
-            kinds, parts["base"], parts["finetuned"], strict=True
+        Measured(name=name, base_N=base_N, finetuned_N=finetuned_N, pairs=pairs, better=better, real_N=real_N)
+        for (name, pairs, better), base_N, finetuned_N, real_N in zip(
+            kinds, parts["base"], parts["finetuned"], reached, strict=True
         )
     ]
 

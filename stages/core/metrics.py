@@ -74,11 +74,17 @@ class Measured:
     finetuned_N: Tensor
     pairs: bool  # whether the numbers are means over pairs
     better: int  # +1: higher is better, -1: lower is better
+    real_N: Tensor | None = None  # what the real pictures reach themselves, where that means something
 
     def intervals(self, confidence: float) -> dict[str, Interval]:
-        """Base, fine-tuned, and the improvement: their difference, positive when the fine-tuned model is better."""
+        """Base, fine-tuned, and the improvement: their difference, positive when the fine-tuned model is better.
+
+        `real` comes with them where it is known: a CLIP that cannot tell the real pictures' captions apart judges no
+        drawn ones either.
+        """
         over = of_pair_means if self.pairs else of_mean
-        return {
+        real = {} if self.real_N is None else {"real": over(self.real_N, confidence)}
+        return real | {
             "base": over(self.base_N, confidence),
             "finetuned": over(self.finetuned_N, confidence),
             "improvement": over(self.better * (self.finetuned_N - self.base_N), confidence),

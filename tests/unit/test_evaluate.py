@@ -170,7 +170,7 @@ def test_outs_and_what_the_tracker_hears(root: Path, capsys: pytest.CaptureFixtu
     assert sorted(metrics) == sorted([*MEASURES, "clip", "items", "pictures"])
     assert (metrics["items"], metrics["pictures"]) == (9, 12)
     for name in MEASURES:
-        parts = {"base", "finetuned", "improvement"} | ({"ratio"} if name == "loss" else set())
+        parts = {"base", "finetuned", "improvement"} | {"loss": {"ratio"}, "cmmd": set()}.get(name, {"real"})
         assert set(metrics[name]) == parts
         for part in parts:
             assert metrics[name][part]["low"] <= metrics[name][part]["value"] <= metrics[name][part]["high"]

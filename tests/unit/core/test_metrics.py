@@ -96,6 +96,7 @@ def test_improvement_is_positive_when_the_finetuned_model_is_better(better: int,
     base, tuned = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 1.5, 2.5])
     measured = Measured(name="x", base_N=base, finetuned_N=tuned, pairs=False, better=better)
     found = measured.intervals(0.95)
+    assert set(found) == {"base", "finetuned", "improvement"}
     assert (found["base"].value, found["finetuned"].value) == (2.0, 1.5)
     # The same gain on every item: paired, there is no doubt left.
     assert (found["improvement"].value, found["improvement"].low, found["improvement"].high) == (
@@ -103,3 +104,9 @@ def test_improvement_is_positive_when_the_finetuned_model_is_better(better: int,
         gain,
         gain,
     )
+
+
+def test_what_the_real_pictures_reach_is_told_where_known() -> None:
+    zeros, real = torch.zeros(3), torch.tensor([0.2, 0.3, 0.4])
+    measured = Measured(name="x", base_N=zeros, finetuned_N=zeros, pairs=True, better=1, real_N=real)
+    assert measured.intervals(0.95)["real"].value == pytest.approx(0.3)
