@@ -15,7 +15,7 @@ from stages.core.captions import picture_files, read_captions
 from stages.core.errors import ConfigError, PictureError, SourceError
 from stages.core.headers import read_header
 from stages.core.manifest import MANIFEST, Row, check_limit, split_of, write_table
-from stages.core.store import sha256_file, write_json
+from stages.core.store import fingerprint, sha256_file, write_json
 from stages.harness.run import Stage, stage_main
 
 
@@ -27,6 +27,19 @@ class IngestConfig:
     holdout_percent: int  # share of pictures kept out of training, by hash
     max_pixels: int  # a picture with more is refused before it is decoded (decompression bombs)
     max_quarantined_percent: int  # the stage fails when more pictures than this cannot be used
+
+
+def check(cfg: IngestConfig) -> None:
+    """Raise one ConfigError that lists all settings that cannot work."""
+    problems: list[str] = []
+    if not 0 <= cfg.holdout_percent < 100:
+        problems.append(f"ingest.holdout_percent is {cfg.holdout_percent}; set it to 0 to 99")
+    if cfg.max_pixels < 1:
+        problems.append(f"ingest.max_pixels is {cfg.max_pixels}; set it to 1 or more")
+    if not 0 <= cfg.max_quarantined_percent <= 100:
+        problems.append(f"ingest.max_quarantined_percent is {cfg.max_quarantined_percent}; set it to 0 to 100")
+    if problems:
+        raise ConfigError("\n  ".join(problems), remedy="correct section ingest of params.yaml")
 
 
 def row_of(folder: Path, name: str, caption: str, cfg: IngestConfig) -> Row:
@@ -46,7 +59,7 @@ def row_of(folder: Path, name: str, caption: str, cfg: IngestConfig) -> Row:
     try:
         header = read_header(path, max_pixels=cfg.max_pixels)
     except PictureError as error:
-        return row | {"status": "quarantined", "reason": error.reason, "detail": error.message}
+        return row | {"status": "quarantined", "reason": error.reason, "detail": error.detail(path)}
     return row | {
         "format": header.format,
         "mode": header.mode,
@@ -72,8 +85,7 @@ def mark_duplicates(rows: list[Row]) -> None:
 
 def ingest(cfg: IngestConfig, stage: Stage) -> None:
     """List, hash and judge every picture; fail with the list when too many cannot be used."""
-    if not 0 <= cfg.holdout_percent < 100:
-        raise ConfigError(f"ingest.holdout_percent is {cfg.holdout_percent}", remedy="set it to 0 to 99")
+    check(cfg)
     folder = stage.root / cfg.source
     names = picture_files(folder)
     captions = read_captions(folder, names)
@@ -97,6 +109,8 @@ def ingest(cfg: IngestConfig, stage: Stage) -> None:
     write_table(stage.out / "manifest.parquet", rows, MANIFEST)
     write_json(stage.out / "summary.json", {**summary, "source": cfg.source})
     stage.tracker.metrics({f"ingest/{name}": value for name, value in summary.items()})
+    digest = fingerprint({row["file_name"]: [row["item_id"], row["caption"]] for row in rows})
+    stage.tracker.dataset("pictures", digest, cfg.source, summary)
     stage.say(
         f"{len(rows)} pictures: {counts['accepted']} accepted ({splits['train']} train, {splits['holdout']} held out), "
         f"{counts['duplicate']} duplicate, {counts['quarantined']} quarantined"

@@ -40,7 +40,7 @@ from stages.core.models.unet import (
 )
 from stages.core.record import read_record, verified_folder
 from stages.core.shards import load_pt, save_pt
-from stages.core.store import write_atomic, write_json
+from stages.core.store import sha256_file, write_atomic, write_json
 from stages.harness.run import Stage, stage_main
 
 
@@ -316,6 +316,8 @@ def train(cfg: TrainConfig, stage: Stage) -> None:
     with trainer.averaged():
         save_weights(unet, cfg, stage.out / "weights")
 
+    weights = {path.name: sha256_file(path) for path in sorted((stage.out / "weights").iterdir())}
+    stage.tracker.tags({f"weights.{name}": digest for name, digest in weights.items()})
     first, last = trainer.validation[0]["loss"], trainer.validation[-1]["loss"]
     write_atomic(stage.out / "loss.csv", csv_bytes(trainer.curve, _CURVE))
     write_atomic(stage.out / "validation.csv", csv_bytes(trainer.validation, ("step", "loss")))
