@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from stages.core.store import write_atomic, write_json
 from stages.harness.journal import JOURNAL, ProcessKey, mask_uri, mask_yaml, masked, read_records
-from stages.harness.tracking import agent_lock, journal_folders, running, server_uri
+from stages.harness.tracking import agent_lock, first_record, going_on, journal_folders, running, server_uri
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5
@@ -223,7 +223,7 @@ class Agent:
             except _away() as error:
                 failures += 1
                 self._note(error, failures)
-                live = any(_live(folder) for folder in folders)
+                live = any(going_on(folder) for folder in folders)
                 last_tries = 0 if live else last_tries + 1
                 if last_tries > _LAST_TRIES:
                     break
@@ -254,7 +254,7 @@ class Agent:
         woken = _modified(self.tracking / "wake")
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and woken == _modified(self.tracking / "wake"):
-            if live and not any(_live(folder) for folder in journal_folders(self.tracking)):
+            if live and not any(going_on(folder) for folder in journal_folders(self.tracking)):
                 return
             time.sleep(POLL_SECONDS)
 
@@ -264,7 +264,7 @@ class Agent:
         if position.status:
             return
         # Looked at before the reading: whatever a launcher wrote before it died is then read below.
-        begin = _begin(folder)
+        begin = first_record(folder)
         if begin is None:
             return
         gone = not running(ProcessKey.parse(begin["launcher"]), folder)
@@ -368,14 +368,14 @@ class Agent:
         """End the parents whose dvc is gone and whose journals are sent; then their journals may go."""
         groups: dict[str, list[tuple[Path, str]]] = {}
         for folder in folders:
-            begin = _begin(folder)
+            begin = first_record(folder)
             if begin is None:
                 log.warning("%s is no journal and is put aside", folder.name)
                 folder.rename(folder.with_name(f".{folder.name}.damaged"))
                 continue
             groups.setdefault(begin["pipeline"], []).append((folder, _load(folder).status))
         for key, members in groups.items():
-            begin = _begin(members[0][0])
+            begin = first_record(members[0][0])
             if begin is None:
                 continue
             pipeline = self._pipeline(begin, members[0][0])
@@ -433,29 +433,11 @@ def _queue(pending: Pending, record: dict[str, Any]) -> None:
             pending.headline.append(metric)
 
 
-def _begin(folder: Path) -> dict[str, Any] | None:
-    """The first record; None when this is no journal (or it is gone)."""
-    try:
-        record = read_records(folder / JOURNAL, 0, limit=100_000)[0][0][1]
-        for name in ("launcher", "pipeline"):
-            ProcessKey.parse(record[name])
-        whole = {"stage", "name", "cwd", "params", "tags", "t"} <= record.keys()
-    except (OSError, IndexError, KeyError, ValueError, AttributeError):
-        return None
-    return record if whole else None
-
-
 def _load(folder: Path) -> Position:
     try:
         return Position(**json.loads((folder / "position.json").read_text()))
     except (OSError, ValueError, TypeError):
         return Position()
-
-
-def _live(folder: Path) -> bool:
-    begin = _begin(folder)
-    keys = [ProcessKey.parse(begin[name]) for name in ("launcher", "pipeline")] if begin else []
-    return any(running(key, folder) for key in keys)
 
 
 def _drop(folder: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stages.core.errors import ConfigError
 from stages.harness.journal import JOURNAL, ProcessKey, mask_uri, read_records, tracking_on, tracking_root
@@ -106,7 +107,7 @@ def sync(root: Path, timeout_s: float) -> Report:
     deadline = time.monotonic() + timeout_s
     starts = 0
     process: subprocess.Popen[bytes] | None = None
-    waiting = _ended(tracking)
+    waiting = [folder for folder in journal_folders(tracking) if not going_on(folder)]
     (tracking / "wake").touch()  # an agent that waits for a server to come back tries at once
     while waiting and time.monotonic() < deadline:
         if process is None or process.poll() is not None:
@@ -118,7 +119,7 @@ def sync(root: Path, timeout_s: float) -> Report:
                 process = _start(root, tracking)
                 starts += 1
         time.sleep(0.1)
-        waiting = _ended(tracking)
+        waiting = [folder for folder in journal_folders(tracking) if not going_on(folder)]
     left = {folder.name for folder in journal_folders(tracking)}
     return Report(
         drained=len(first - left),
@@ -189,18 +190,36 @@ def _start(root: Path, tracking: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def _ended(tracking: Path) -> list[Path]:
-    """Journals whose launcher and whose pipeline are over: all that is missing is the agent's work."""
-    found: list[Path] = []
-    for folder in journal_folders(tracking):
-        try:
-            begin = read_records(folder / JOURNAL, 0)[0][0][1]
-            keys = [ProcessKey.parse(begin[name]) for name in ("launcher", "pipeline")]
-        except (OSError, IndexError, KeyError, ValueError):
-            continue
-        if not any(running(key, folder) for key in keys):
-            found.append(folder)
-    return found
+def going_on(folder: Path) -> bool:
+    """Whether more may come for this journal's runs: its stage works, or its pipeline does. False for no journal."""
+    begin = first_record(folder)
+    if begin is None:
+        return False
+    if running(ProcessKey.parse(begin["pipeline"]), folder):
+        return True
+    return not _has_end(folder / JOURNAL) and running(ProcessKey.parse(begin["launcher"]), folder)
+
+
+def first_record(folder: Path) -> dict[str, Any] | None:
+    """A journal's `begin`; None when this is no journal, or it is gone."""
+    try:
+        record = read_records(folder / JOURNAL, 0, limit=100_000)[0][0][1]
+        for name in ("launcher", "pipeline"):
+            ProcessKey.parse(record[name])
+        whole = {"stage", "name", "cwd", "params", "tags", "t"} <= record.keys()
+    except (OSError, IndexError, KeyError, ValueError, AttributeError):
+        return None
+    return record if whole else None
+
+
+def _has_end(path: Path) -> bool:
+    """The last line is the launcher's `end`, a short one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 200))
+            return file.read().rstrip(b"\n").rpartition(b"\n")[2].startswith(b'{"kind": "end"')
+    except OSError:
+        return False
 
 
 def _why(tracking: Path, waiting: int, live: int, timeout_s: float) -> str:
