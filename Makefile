@@ -33,6 +33,7 @@ $(VENV)/.ready: requirements-torch.txt requirements.lock
 	$(BIN)/python -c 'import sys; sys.exit("Darkroom needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -r requirements-torch.txt
 	$(BIN)/pip install --no-deps --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . # the command `darkroom`
 	touch $@
 
 params: setup ## make params PRESET=micro: rewrite params.yaml by params/micro.yaml
