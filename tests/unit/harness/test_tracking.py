@@ -365,7 +365,7 @@ def test_the_page_is_served_for_this_machine_only(root: Path, monkeypatch: pytes
         tracking.ui_command(root, 5001)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 90.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := condition():
@@ -412,7 +412,7 @@ def test_a_live_stage_is_followed_and_a_killed_agent_replaced(
     tracking.ensure_agent(root)
     launcher.kill()
     launcher.wait()
-    report = tracking.sync(root, 90)
+    report = tracking.sync(root, 180)
     assert (report.drained, report.left, report.why) == (1, 0, "")
     (parent,), children = by_role(root)
     assert [step for step, _, _ in history(root, children["train"], "loss")] == list(range(1, 3003))
@@ -427,11 +427,11 @@ def test_sync_says_why_not(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end(path, "FINISHED")
     with monkeypatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
-        report = tracking.sync(root, 60)
+        report = tracking.sync(root, 120)
     assert (report.drained, report.left) == (0, 1)
     assert report.why.startswith("MLflow at http://127.0.0.1:")
     assert "nothing is lost" in str(report)
-    assert str(tracking.sync(root, 60)) == "MLflow holds everything (1 stage run(s) completed now)"
+    assert str(tracking.sync(root, 120)) == "MLflow holds everything (1 stage run(s) completed now)"
 
 
 @pytest.mark.slow
