@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def broken_parameter(project: Project) -> None:
-    project.set("learning_rate: 0.0005", "learnin_rate: 0.0005")
+    project.set("learning_rate: 5.0e-4", "learnin_rate: 5.0e-4")
 
 
 def missing_caption(project: Project) -> None:
