@@ -14,7 +14,7 @@ Letters: N items, S timesteps, M drawn pictures, D width of the features.
 
 import csv
 import io
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,12 @@ def pictures_of(
     models: digests of what draws. The code that they are kept under is core.drawings and what it reaches, not this
     file: another report must not draw anything again.
     """
-    print_ = replace(stage, name="core.drawings").fingerprint(
-        **models, steps=cfg.steps, guidance=cfg.guidance, batch_size=cfg.batch_size
+    print_ = stage.fingerprint(
+        code="stages.core.drawings",
+        **models,
+        steps=cfg.steps,
+        guidance=cfg.guidance,
+        batch_size=cfg.batch_size,
     )
     with stage.store.lock("evaluate", print_) as folder:
         kept = read_packs(folder)
