@@ -1,5 +1,6 @@
 """The commands that are not stages: `python -m stages.cli`, installed as `darkroom`."""
 
+import difflib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import click
 
-from stages.core.errors import DarkroomError
+from stages.core.errors import DarkroomError, LockedError
 from stages.harness.config import PARAMS, load_shared, read_params
 from stages.harness.run import project_root, store_root
 
@@ -28,7 +29,27 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Group(click.Group):
+    """A group that knows what a mistyped command may have meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's; the error names the nearest command, and all of them."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            names = self.list_commands(ctx)
+            near = difflib.get_close_matches(name, names, n=1)
+            raise click.UsageError(
+                f"no command is called {name!r}"
+                + (f"; did you mean {near[0]}?" if near else "")
+                + f" The commands are {', '.join(names)}.",
+                ctx,
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def main() -> None:
     """Darkroom: reproducible fine-tuning of Stable Diffusion as a DVC pipeline.
 
@@ -75,7 +96,7 @@ def params(preset: str) -> None:
     click.echo(f"params.yaml now holds preset {preset}; `git diff params.yaml` shows what changed")
 
 
-@main.group()
+@main.group(cls=Group)
 def tracking() -> None:
     """MLflow: complete the records, open the page."""
 
@@ -105,7 +126,7 @@ def ui(port: int) -> None:
     sys.exit(code)
 
 
-@main.group()
+@main.group(cls=Group)
 def store() -> None:
     """The store of finished work: show it, prune it."""
 
@@ -139,15 +160,22 @@ def prune(keep: int, yes: bool) -> None:
     from stages.harness.store_view import old_entries, remove
 
     old = old_entries(store_root(), keep)
-    size = sum(entry.bytes for entry in old) / 1e6
+    size, freed = sum(entry.bytes for entry in old) / 1e6, 0.0
     if not old:
         click.echo("nothing to remove")
         return
     if not yes:
         click.confirm(f"remove {len(old)} entries, {size:.1f} MB?", abort=True)
+    removed = 0
     for entry in old:
-        remove(entry)
-    click.echo(f"{len(old)} entries removed, {size:.1f} MB freed")
+        try:
+            remove(entry)
+        except LockedError as error:
+            click.echo(f"kept: {error.message}")
+            continue
+        removed += 1
+        freed += entry.bytes / 1e6
+    click.echo(f"{removed} entries removed, {freed:.1f} MB freed")
 
 
 if __name__ == "__main__":

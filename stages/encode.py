@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from stages.core import determinism
-from stages.core.errors import ConfigError, SourceError
+from stages.core.errors import ConfigError, SourceError, StoreError
 from stages.core.latents import TEXT_NAME, text_key
 from stages.core.models.text import TextEncoder
 from stages.core.models.vae import Vae
@@ -167,7 +168,9 @@ def _encode_texts(
         pack = _load_pack(store / TEXT_NAME)
         missing = [caption for caption in captions if text_key(caption) not in pack]
         if missing:
-            pack |= encode_captions(text, missing, cfg.batch_size)
+            encoded = encode_captions(text, missing, cfg.batch_size)
+            _refuse_not_finite_text(encoded, missing)
+            pack |= encoded
             save_file(store / TEXT_NAME, pack)
         save_file(stage.out / TEXT_NAME, {text_key(caption): pack[text_key(caption)] for caption in captions})
     return len(missing)
@@ -181,6 +184,15 @@ def _refuse_not_finite(moments: dict[str, Tensor], names: dict[str, str]) -> Non
         raise SourceError(
             f"{', '.join(bad)}: the VAE gives values that are not finite",
             remedy="look at the picture, and at whether the base's VAE is damaged",
+        )
+
+
+def _refuse_not_finite_text(states: dict[str, Tensor], captions: list[str]) -> None:
+    bad = [repr(caption) for caption in captions if not torch.isfinite(states[text_key(caption)]).all()]
+    if bad:
+        raise SourceError(
+            f"captions {', '.join(bad[:20])}: the text encoder gives values that are not finite",
+            remedy="look at whether the base's text encoder is damaged",
         )
 
 
@@ -200,7 +212,13 @@ def _refuse_odd_buckets(items: list[Item], vae: Vae) -> None:
 
 
 def _load_pack(path: Path) -> dict[str, Tensor]:
-    return load_file(path) if path.is_file() else {}
+    try:
+        return load_file(path) if path.is_file() else {}
+    except SafetensorError as error:
+        raise StoreError(
+            f"{path} is damaged ({error})",
+            remedy="delete it and run `dvc repro` again; it is made anew",
+        ) from error
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def check(cfg: IngestConfig) -> None:
     if cfg.max_pixels < 1:
         problems.append(f"ingest.max_pixels is {cfg.max_pixels}; set it to 1 or more")
     if not 0 <= cfg.max_quarantined_percent <= 100:
-        problems.append(f"ingest.max_quarantined_percent is {cfg.max_quarantined_percent}; set it to 0 to 100")
+        problems.append(
+            f"ingest.max_quarantined_percent is {cfg.max_quarantined_percent}; set it to 0 to 100"
+        )
     if problems:
         raise ConfigError("\n  ".join(problems), remedy="correct section ingest of params.yaml")
 

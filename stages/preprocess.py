@@ -41,6 +41,23 @@ class PreprocessConfig:
     shards: int  # number of shards; items go by hash prefix
 
 
+def check(cfg: PreprocessConfig) -> None:
+    """Raise one ConfigError that lists all settings that cannot work (the buckets' own are checked with them)."""
+    problems: list[str] = []
+    if len(cfg.background) != 3 or not all(0 <= value <= 255 for value in cfg.background):
+        problems.append(f"preprocess.background is {cfg.background}; give red, green, blue, each 0 to 255")
+    if cfg.shards < 1:
+        problems.append(f"preprocess.shards is {cfg.shards}; set it to 1 or more")
+    if cfg.max_pixels < 1:
+        problems.append(f"preprocess.max_pixels is {cfg.max_pixels}; set it to 1 or more")
+    if not 0 <= cfg.max_quarantined_percent <= 100:
+        problems.append(
+            f"preprocess.max_quarantined_percent is {cfg.max_quarantined_percent}; set it to 0 to 100"
+        )
+    if problems:
+        raise ConfigError("\n  ".join(problems), remedy="correct section preprocess of params.yaml")
+
+
 def process(path: Path, cfg: PreprocessConfig, buckets: list[Bucket]) -> Entry:
     """Decode and fit one picture. A picture that cannot be used gives {"reason", "detail"} instead of pixels."""
     try:
@@ -58,7 +75,7 @@ def process(path: Path, cfg: PreprocessConfig, buckets: list[Bucket]) -> Entry:
             repairs.append("upscaled")
         pixels_CHW, crop = fit(picture, bucket)
     except PictureError as error:
-        return {"reason": error.reason, "detail": error.message}
+        return {"reason": error.reason, "detail": error.detail(path)}
     return {"pixels": pixels_CHW, "bucket": list(bucket), "crop": list(crop), "repairs": repairs}
 
 
@@ -80,13 +97,8 @@ def unpack_row(row: Row, entry: Entry) -> Row:
 
 def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
     """Process what the store does not hold, shard by shard; then assemble the outs from it."""
+    check(cfg)
     buckets = make_buckets(cfg.buckets)
-    if len(cfg.background) != 3 or not all(0 <= value <= 255 for value in cfg.background):
-        raise ConfigError(
-            f"preprocess.background is {cfg.background}", remedy="give red, green, blue, each 0 to 255"
-        )
-    if cfg.shards < 1:
-        raise ConfigError(f"preprocess.shards is {cfg.shards}", remedy="set it to 1 or more")
     columns = ["item_id", "file_name", "caption", "split", "status", "reason", "detail"]
     rows = read_rows(stage.folder("ingest") / "manifest.parquet", columns)
     accepted = [row for row in rows if row["status"] == "accepted"]

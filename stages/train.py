@@ -39,6 +39,7 @@ from stages.core.models.unet import (
     trainable,
 )
 from stages.core.record import read_record, verified_folder
+from stages.core.sampler import integers
 from stages.core.shards import load_pt, save_pt
 from stages.core.store import sha256_file, write_atomic, write_json
 from stages.harness.run import Stage, stage_main
@@ -97,28 +98,73 @@ class TrainConfig:
     validation: ValidationConfig
 
 
-def check(cfg: TrainConfig, device: str, heldout: int) -> None:
-    """Raise one ConfigError that lists all settings that cannot work."""
-    problems: list[str] = []
+# As diffusers names them; piecewise_constant needs rules that there is no field for.
+_SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
+
+
+def check(cfg: TrainConfig, device: str, *, training: int, heldout: int, timesteps: int) -> None:
+    """Raise one ConfigError that lists all settings that cannot work.
+
+    training, heldout: numbers of items; timesteps: of the base's noise schedule.
+    """
+    problems = [*_unusable_numbers(cfg, timesteps)]
     if cfg.method not in ("lora", "full"):
         problems.append(f"train.method is {cfg.method!r}; set lora or full")
+    if cfg.lr_schedule not in _SCHEDULES:
+        problems.append(f"train.lr_schedule is {cfg.lr_schedule!r}; set one of {', '.join(_SCHEDULES)}")
+    if cfg.lr_schedule == "constant" and cfg.warmup > 0:
+        problems.append(
+            f"train.warmup is {cfg.warmup}, which lr_schedule constant has none of; set constant_with_warmup, or warmup: 0"
+        )
     if cfg.mixed_precision not in ("no", "fp16", "bf16"):
         problems.append(f"train.mixed_precision is {cfg.mixed_precision!r}; set no, fp16 or bf16")
     if cfg.mixed_precision == "fp16" and device == "cpu":
         problems.append("train.mixed_precision is fp16 on a CPU; set no or bf16")
-    for name in ("steps", "batch_size", "accumulation", "checkpoint_every", "log_every"):
-        if getattr(cfg, name) < 1:
-            problems.append(f"train.{name} is {getattr(cfg, name)}; set it to 1 or more")
-    if not 0 <= cfg.caption_dropout <= 1:
-        problems.append(f"train.caption_dropout is {cfg.caption_dropout}; set it to 0 to 1")
-    if not 0 <= cfg.ema_decay < 1:
-        problems.append(f"train.ema_decay is {cfg.ema_decay}; set it to 0 (off) up to below 1")
-    if not cfg.validation.timesteps or cfg.validation.every < 1:
-        problems.append("train.validation needs timesteps, and every of 1 or more")
+    if not cfg.lora.targets:
+        problems.append("train.lora.targets is empty; usual targets are to_q, to_k, to_v, to_out.0")
+    if training == 0:
+        problems.append("no picture is left to train on; lower ingest.holdout_percent or add pictures")
     if heldout == 0:
         problems.append("no picture is held out, so nothing can be validated; raise ingest.holdout_percent")
     if problems:
         raise ConfigError("\n  ".join(problems), remedy="correct section train of params.yaml")
+
+
+def _unusable_numbers(cfg: TrainConfig, timesteps: int) -> list[str]:
+    one_or_more = {
+        **{name: getattr(cfg, name) for name in ("steps", "batch_size", "accumulation")},
+        **{name: getattr(cfg, name) for name in ("checkpoint_every", "log_every")},
+        "lora.rank": cfg.lora.rank,
+        "validation.every": cfg.validation.every,
+        "validation.items": cfg.validation.items,
+    }
+    above_zero = {
+        "learning_rate": cfg.learning_rate,
+        "max_grad_norm": cfg.max_grad_norm,
+        "min_snr_gamma": 1.0 if cfg.min_snr_gamma is None else cfg.min_snr_gamma,
+        "adamw.epsilon": cfg.adamw.epsilon,
+        "lora.alpha": cfg.lora.alpha,
+    }
+    below_one = {
+        "ema_decay": cfg.ema_decay,
+        "lora.dropout": cfg.lora.dropout,
+        "adamw.beta1": cfg.adamw.beta1,
+        "adamw.beta2": cfg.adamw.beta2,
+    }
+    not_negative = {"warmup": cfg.warmup, "adamw.weight_decay": cfg.adamw.weight_decay}
+    problems = [f"train.{name} is {x}; set it to 1 or more" for name, x in one_or_more.items() if x < 1]
+    problems += [f"train.{name} is {x}; set it above 0" for name, x in above_zero.items() if x <= 0]
+    problems += [
+        f"train.{name} is {x}; set it to 0 up to below 1" for name, x in below_one.items() if not 0 <= x < 1
+    ]
+    problems += [f"train.{name} is {x}; set it to 0 or more" for name, x in not_negative.items() if x < 0]
+    if not 0 <= cfg.caption_dropout <= 1:
+        problems.append(f"train.caption_dropout is {cfg.caption_dropout}; set it to 0 to 1")
+    if not cfg.validation.timesteps or not all(0 <= t < timesteps for t in cfg.validation.timesteps):
+        problems.append(
+            f"train.validation.timesteps is {cfg.validation.timesteps}; set one or more, each from 0 to {timesteps - 1}"
+        )
+    return problems
 
 
 class Trainer:
@@ -147,9 +193,10 @@ class Trainer:
         self.validation: list[dict[str, float]] = []
 
     def advance(self) -> dict[str, float]:
-        """One optimiser step over `accumulation` micro-batches. Raises TrainingError when the loss is not a number."""
+        """One optimiser step over `accumulation` micro-batches. Raises TrainingError for a loss or gradient not finite."""
         cfg = self.cfg
-        torch.manual_seed(self.step)  # for LoRA dropout alone: it draws from the global generator
+        # For LoRA dropout alone: it draws from the global generator.
+        torch.manual_seed(integers(self.batches.seed, "dropout", self.step, below=2**63)[0])
         total = 0.0
         for part in range(cfg.accumulation):
             batch = self.batches[self.step * cfg.accumulation + part]
@@ -165,7 +212,12 @@ class Trainer:
                 )
             self.accelerator.backward(loss)
             total += value
-        norm = self.accelerator.clip_grad_norm_(self.parameters.values(), cfg.max_grad_norm)
+        norm = float(self.accelerator.clip_grad_norm_(self.parameters.values(), cfg.max_grad_norm) or 0.0)
+        # With fp16 such a step is skipped by the scaler, which tries smaller factors from then on.
+        if not math.isfinite(norm) and not self.accelerator.scaler:
+            raise TrainingError(
+                f"the gradient norm of step {self.step + 1} is {norm}", remedy="lower train.learning_rate"
+            )
         rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -173,7 +225,7 @@ class Trainer:
         if self.ema:
             self.ema.update()
         self.step += 1
-        return {"step": self.step, "loss": total, "learning_rate": rate, "gradient_norm": float(norm or 0.0)}
+        return {"step": self.step, "loss": total, "learning_rate": rate, "gradient_norm": norm}
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the U-Net holds its averaged weights (its own ones where no average is kept)."""
@@ -221,7 +273,12 @@ def validate(trainer: Trainer, cfg: TrainConfig, stage: Stage) -> float:
             batch_size=cfg.batch_size,
             device=stage.shared.device,
         )
-    return float(losses.mean())
+    loss = float(losses.mean())
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the held-out loss after step {trainer.step} is {loss}", remedy="lower train.learning_rate"
+        )
+    return loss
 
 
 def run(trainer: Trainer, cfg: TrainConfig, stage: Stage, checkpoint: Path) -> None:
@@ -283,7 +340,13 @@ def train(cfg: TrainConfig, stage: Stage) -> None:
     """Load, continue from the last checkpoint if there is one, train, and write what was trained."""
     record = read_record(stage.folder("base") / "record.json")
     cache = LatentCache(stage.folder("encode"))
-    check(cfg, stage.shared.device, len(cache.split("holdout")))
+    check(
+        cfg,
+        stage.shared.device,
+        training=len(cache.split("train")),
+        heldout=len(cache.split("holdout")),
+        timesteps=int(record.components["scheduler"]["config"].get("num_train_timesteps", 1000)),
+    )
     folder = verified_folder(record, stage.root, "unet", "scheduler")
     unet = load_unet(folder / "unet", stage.shared.device)
     if cfg.method == "lora":

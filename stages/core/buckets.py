@@ -24,16 +24,19 @@ class BucketConfig:
 
 def make_buckets(config: BucketConfig) -> list[Bucket]:
     """All buckets, sorted. Raises ConfigError for settings that give none."""
-    if config.step < 1 or config.resolution % config.step or config.minimum > config.resolution:
+    fits = config.step >= 1 and 1 <= config.minimum <= config.resolution <= config.maximum
+    if not fits or config.resolution % config.step:
         raise ConfigError(
-            f"preprocess.buckets: resolution {config.resolution}, step {config.step}, minimum {config.minimum} do not fit",
-            remedy="resolution must be a multiple of step, and minimum at most resolution",
+            f"preprocess.buckets: resolution {config.resolution}, step {config.step}, minimum {config.minimum}, "
+            f"maximum {config.maximum} do not fit",
+            remedy="resolution must be a multiple of step, minimum from 1 to resolution, maximum at least resolution",
         )
     area = config.resolution**2
     first = math.ceil(config.minimum / config.step) * config.step
+    last = config.maximum // config.step * config.step
     buckets: set[Bucket] = {(config.resolution, config.resolution)}
-    for width in range(first, config.maximum + 1, config.step):
-        height = min(config.maximum, area // width // config.step * config.step)
+    for width in range(first, last + 1, config.step):
+        height = min(last, area // width // config.step * config.step)
         if height >= first:
             buckets |= {(height, width), (width, height)}
     return sorted(bucket for bucket in buckets if bucket[0] * bucket[1] <= area)

@@ -6,12 +6,28 @@ Every fault is named with its file and line; nothing is guessed or dropped.
 import csv
 import io
 import json
+import unicodedata
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from stages.core.errors import SourceError
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# Pictures of other kinds are named, not passed over.
+_FOREIGN_SUFFIXES = (
+    ".heic",
+    ".heif",
+    ".avif",
+    ".jxl",
+    ".jp2",
+    ".svg",
+    ".psd",
+    ".dng",
+    ".cr2",
+    ".nef",
+    ".ppm",
+    ".tga",
+)
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 _LISTED = 10
 
@@ -19,7 +35,8 @@ _LISTED = 10
 def picture_files(folder: Path) -> list[str]:
     """All picture files under `folder`, as posix paths relative to it, sorted. Hidden files are not looked at.
 
-    Raises SourceError for a missing or empty folder and for a link that leaves it.
+    Raises SourceError for a missing or empty folder, for a link that leaves it or leads nowhere, for a linked folder, a
+    picture of a kind that is not read, and a name that is not UTF-8.
     """
     if not folder.is_dir():
         raise SourceError(
@@ -31,23 +48,45 @@ def picture_files(folder: Path) -> list[str]:
     names: list[str] = []
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
-        if (
-            any(part.startswith(".") for part in relative.parts)
-            or path.suffix.lower() not in PICTURE_SUFFIXES
-        ):
+        if any(part.startswith(".") for part in relative.parts):
             continue
-        if not path.resolve().is_relative_to(top):
+        if path.is_symlink() and path.is_dir():
+            raise SourceError(f"{path} is a link to a folder", remedy="put the pictures themselves there")
+        suffix = path.suffix.lower()
+        if suffix in _FOREIGN_SUFFIXES and path.is_file():
             raise SourceError(
-                f"{path} is a link out of {folder}", remedy="put the picture itself into the folder"
+                f"{path} is of a kind that is not read ({suffix})",
+                remedy="save it as PNG, JPEG or WebP, or take it out of the folder",
             )
-        if path.is_file():
-            names.append(relative.as_posix())
+        if suffix not in PICTURE_SUFFIXES or path.is_dir():
+            continue
+        _refuse_link(path, folder, top)
+        names.append(_utf8_name(relative))
     if not names:
         raise SourceError(
             f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)})",
             remedy="put captioned pictures there; README, 'Your own pictures'",
         )
     return sorted(names)
+
+
+def _refuse_link(path: Path, folder: Path, top: Path) -> None:
+    if not path.resolve().is_relative_to(top):
+        raise SourceError(
+            f"{path} is a link out of {folder}",
+            remedy="put the picture itself into the folder (`dvc unprotect` does, where DVC made the link)",
+        )
+    if not path.is_file():
+        raise SourceError(f"{path} is a link to nothing", remedy="put the picture itself into the folder")
+
+
+def _utf8_name(relative: Path) -> str:
+    name = relative.as_posix()
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise SourceError(f"the file name {name!r} is not UTF-8", remedy="rename the file") from error
+    return name
 
 
 def read_captions(folder: Path, pictures: list[str]) -> dict[str, str]:
@@ -73,8 +112,8 @@ def read_captions(folder: Path, pictures: list[str]) -> dict[str, str]:
             )
         if name not in known:
             raise SourceError(
-                f"{path}, line {line}: {name} is not a picture in {folder}",
-                remedy="put the picture there or remove the line",
+                f"{path}, line {line}: {name} is not a picture in {folder}{_other_form(name, pictures)}",
+                remedy="put the picture there, or correct or remove the line",
             )
         captions[name] = text
     _refuse_missing(
@@ -83,11 +122,23 @@ def read_captions(folder: Path, pictures: list[str]) -> dict[str, str]:
     return captions
 
 
+def _other_form(name: str, pictures: list[str]) -> str:
+    """A hint for names that look the same: macOS writes an accent as a character of its own."""
+    normal = unicodedata.normalize("NFC", name)
+    same = [other for other in pictures if unicodedata.normalize("NFC", other) == normal]
+    return f" (the file is called {same[0]!a}, the line says {name!a})" if same else ""
+
+
 def _from_sidecars(folder: Path, pictures: list[str]) -> dict[str, str]:
     captions: dict[str, str] = {}
     missing: list[str] = []
+    owners: dict[Path, str] = {}
     for name in pictures:
         path = (folder / name).with_suffix(".txt")
+        if path.is_file() and owners.setdefault(path, name) != name:
+            raise SourceError(
+                f"{path} stands beside {owners[path]} and {name}", remedy="rename one of the two pictures"
+            )
         if not path.is_file():
             missing.append(name)
             continue
@@ -126,6 +177,10 @@ def _row_fields(path: Path, line: int, row: dict[str, Any]) -> tuple[str, str]:
         )
     if not text:
         raise SourceError(f"{path}, line {line}: the caption of {name} is empty", remedy="write one")
+    if any("\ud800" <= letter <= "\udfff" for letter in f"{name}{text}"):
+        raise SourceError(
+            f"{path}, line {line}: half of a surrogate pair (\\ud800 to \\udfff)", remedy="correct the escape"
+        )
     return name.as_posix(), text
 
 
@@ -135,7 +190,7 @@ def _jsonl_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not text.strip():
             continue
         try:
-            value: Any = json.loads(text)
+            value: Any = json.loads(text, object_pairs_hook=_single_keys)
         except ValueError as error:
             raise SourceError(
                 f"{path}, line {line}: not JSON ({error})", remedy="one JSON object a line"
@@ -146,18 +201,47 @@ def _jsonl_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return rows
 
 
+def _single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a field stands there twice")
+    return fields
+
+
 def _csv_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
-    missing = {"file_name", "text"} - set(reader.fieldnames or [])
-    if missing:
-        raise SourceError(
-            f"{path}, line 1: no column {', '.join(sorted(missing))}",
-            remedy="the first line names the columns",
-        )
+    """Rows with the line that each begins on: a quoted caption may run over several."""
+    reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
+    names: list[str] | None = None
+    rows: list[tuple[int, dict[str, Any]]] = []
+    line = 1
     try:
-        return [(reader.line_num, row) for row in reader]
+        for fields in reader:
+            if names is None:
+                names = fields
+                _refuse_columns(path, names)
+            elif len(fields) > len(names):
+                raise SourceError(
+                    f"{path}, line {line}: {len(fields)} fields for {len(names)} columns",
+                    remedy='put a caption that holds commas into quotes: name.png,"red, round"',
+                )
+            elif fields:
+                rows.append((line, dict(zip(names, fields, strict=False))))
+            line = reader.line_num + 1
     except csv.Error as error:
-        raise SourceError(f"{path}, line {reader.line_num}: {error}", remedy="correct the line") from error
+        raise SourceError(f"{path}, line {line}: {error}", remedy="correct the line") from error
+    if names is None:
+        _refuse_columns(path, [])
+    return rows
+
+
+def _refuse_columns(path: Path, names: list[str]) -> None:
+    missing = {"file_name", "text"} - set(names)
+    if missing or len(set(names)) < len(names):
+        raise SourceError(
+            f"{path}, line 1: "
+            + (f"no column {', '.join(sorted(missing))}" if missing else "two columns have one name"),
+            remedy="the first line names the columns, file_name and text among them",
+        )
 
 
 def _read_text(path: Path) -> str:

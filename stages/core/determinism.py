@@ -40,7 +40,7 @@ def environment(config: DeterminismConfig) -> dict[str, str]:
         raise ConfigError(
             f"determinism.threads is {config.threads}", remedy="set it to 1 or more; it is part of the result"
         )
-    variables = dict.fromkeys(_THREAD_VARIABLES, str(config.threads))
+    variables: dict[str, str] = dict.fromkeys(_THREAD_VARIABLES, str(config.threads))
     variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     variables["PYTHONHASHSEED"] = "0"
     variables["TOKENIZERS_PARALLELISM"] = "false"

@@ -32,6 +32,10 @@ class PictureError(DarkroomError):
         super().__init__(message, remedy=remedy)
         self.reason = reason
 
+    def detail(self, path: object) -> str:
+        """The message without the path that it begins with: what is kept by content must not know a name."""
+        return self.message.removeprefix(f"{path} ")
+
 
 class BaseModelError(DarkroomError):
     """The base model is missing, incomplete, not what was recorded, or not allowed."""

@@ -8,6 +8,12 @@ from PIL import Image, UnidentifiedImageError
 
 from stages.core.errors import PictureError
 
+# By content, whatever the name says; Pillow knows more formats, some of which start other programs to decode.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+
+# Pillow refuses large pictures by a limit of its own; here the limit is a parameter, checked on the header.
+Image.MAX_IMAGE_PIXELS = None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
@@ -25,16 +31,19 @@ def read_header(path: Path, *, max_pixels: int) -> Header:
         raise PictureError("zero_bytes", f"{path} is empty", remedy="get the file again, or remove it")
     try:
         with warnings.catch_warnings():
-            # Pillow warns of bombs by a limit of its own; ours is a parameter and is checked below.
             warnings.simplefilter("ignore")
-            with Image.open(path) as picture:
+            with Image.open(path, formats=FORMATS) as picture:
                 header = Header(
                     format=picture.format or "", mode=picture.mode, width=picture.width, height=picture.height
                 )
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError as error:
+        raise PictureError("unreadable", f"{path} is not a picture", remedy="replace or remove it") from error
+    except Exception as error:  # Pillow's parsers raise what their formats make them raise
         raise PictureError(
             "unreadable", f"{path} is not a picture ({error})", remedy="replace or remove it"
         ) from error
+    if not header.width or not header.height:
+        raise PictureError("unreadable", f"{path} has no pixels", remedy="replace or remove it")
     refuse_bomb(path, (header.width, header.height), max_pixels)
     return header
 

@@ -46,7 +46,8 @@ class LatentCache:
         index: dict[str, Any] = read_index(folder)
         self.digest: str = index["digest"]
         self.space = LatentSpace(**index["latent_space"])
-        self.items = [LatentItem(**{**item, "bucket": tuple(item["bucket"])}) for item in index["items"]]
+        items: list[dict[str, Any]] = index["items"]
+        self.items = [LatentItem(**item | {"bucket": tuple(item["bucket"])}) for item in items]
         self._shards: dict[int, dict[str, Tensor]] = {}
         self._folder = folder
         self._text: dict[str, Tensor] = load_file(folder / TEXT_NAME)

@@ -11,24 +11,30 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.core.errors import SourceError
+from stages.core.errors import SourceError, StoreError
 from stages.core.store import write_atomic
 
 Row = dict[str, Any]
 
 
-def write_table(path: Path, rows: list[Row], schema: pa.Schema) -> None:
-    """Write rows as parquet whose bytes depend on the rows and the library versions alone."""
+def write_table(path: Path, rows: list[Row], schema: Any) -> None:
+    """Write rows (schema: pyarrow's) as parquet whose bytes depend on the rows and the library versions alone."""
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd", store_schema=False)
     write_atomic(path, buffer.getvalue())
 
 
 def read_rows(path: Path, columns: list[str]) -> list[Row]:
-    """The named columns of a table that `write_table` wrote. Raises SourceError when it is missing."""
+    """The named columns of a table. Raises SourceError when it is missing, StoreError when it is damaged."""
     if not path.is_file():
         raise SourceError(f"{path} is missing", remedy="run `dvc repro` to make it")
-    return pq.read_table(path, columns=columns).to_pylist()
+    try:
+        return pq.read_table(path, columns=columns).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(
+            f"{path} is damaged ({error})",
+            remedy="run `dvc checkout --force`, or `dvc repro` to make it anew",
+        ) from error
 
 
 def split_of(item_id: str, holdout_percent: int) -> str:

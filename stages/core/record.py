@@ -59,11 +59,16 @@ class BaseRecord:
 
 def read_hub_source(path: Path) -> HubSource:
     """Read a hub pointer file. Raises BaseModelError that names the field and the remedy."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise BaseModelError(
+            f"{path} is neither a diffusers folder nor a .yaml file",
+            remedy="single-file checkpoints are not read; convert them to a diffusers folder",
+        )
     try:
         value: Any = YAML(typ="safe").load(path)
-    except YAMLError as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         raise BaseModelError(
-            f"{path} is not YAML: {error}", remedy="see docs/formats.md for its fields"
+            f"{path} is not YAML: {error}", remedy="it needs repo and revision, and may have variant"
         ) from error
     if not isinstance(value, dict):
         raise BaseModelError(f"{path} holds no fields", remedy="it needs repo, revision and variant")
@@ -75,7 +80,10 @@ def read_hub_source(path: Path) -> HubSource:
             f"{path}: unknown fields {unknown}, missing fields {missing}",
             remedy="it needs repo and revision, and may have variant",
         )
-    repo, revision, variant = str(fields["repo"]), str(fields["revision"]), fields.get("variant")
+    repo, revision, variant = fields["repo"], fields["revision"], fields.get("variant")
+    for name, field in (("repo", repo), ("revision", revision), ("variant", variant or "")):
+        if not isinstance(field, str):
+            raise BaseModelError(f"{path}: {name} is {field!r}, not text", remedy="put it into quotes")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise BaseModelError(f"{path}: repo is {repo!r}", remedy="give it as owner/name")
     if not re.fullmatch(r"[0-9a-f]{40}", revision):
@@ -83,7 +91,7 @@ def read_hub_source(path: Path) -> HubSource:
             f"{path}: revision is {revision!r}",
             remedy="give the full commit hash (40 hex digits): a branch or a tag can move",
         )
-    return HubSource(repo=repo, revision=revision, variant=None if variant is None else str(variant))
+    return HubSource(repo=repo, revision=revision, variant=variant or None)
 
 
 def locate(source: Path, *, download: bool) -> tuple[Path, dict[str, Any]]:
@@ -126,6 +134,11 @@ def _hub_folder(hub: HubSource, *, download: bool) -> Path:
             remedy="check repo and revision in the .yaml file",
         ) from error
     except Exception as error:  # the client raises what its HTTP library raises
+        if not download:
+            raise BaseModelError(
+                f"{hub.repo} at {hub.revision} is not in this machine's hub cache",
+                remedy="run `dvc repro --force base`, which fetches it",
+            ) from error
         raise BaseModelError(
             f"{hub.repo} at {hub.revision} could not be fetched: {type(error).__name__}: {error}",
             remedy="check the network (HF_ENDPOINT names a mirror), then run the same command again; "
@@ -137,6 +150,7 @@ def _hub_folder(hub: HubSource, *, download: bool) -> Path:
 def describe(folder: Path, source: dict[str, Any]) -> BaseRecord:
     """Read and hash the diffusers folder. Raises BaseModelError for a missing part or a pickle-only one."""
     index = _read_json(folder / "model_index.json", "a diffusers pipeline folder has one")
+    classes = {name: cast(list[Any], index.get(name) or ["", ""])[-1] for name in COMPONENTS}
     if index.get("_class_name") != "StableDiffusionPipeline":
         raise BaseModelError(
             f"{folder / 'model_index.json'} says {index.get('_class_name')!r}",
@@ -157,6 +171,7 @@ def describe(folder: Path, source: dict[str, Any]) -> BaseRecord:
                 f"{part} has no .safetensors weights" + (f", only {', '.join(pickles)}" if pickles else ""),
                 remedy="pickled weights can run code and are never loaded; convert them to safetensors",
             )
+        _check_weights(paths)
         for path in paths:
             files[f"{name}/{path.name}"] = {"sha256": sha256_file(path), "bytes": path.stat().st_size}
         own = {path.name: files[f"{name}/{path.name}"]["sha256"] for path in paths}
@@ -164,7 +179,7 @@ def describe(folder: Path, source: dict[str, Any]) -> BaseRecord:
         if config is None:
             raise BaseModelError(f"{part} has no {_CONFIGS[name][0]}", remedy="the folder is incomplete")
         components[name] = {
-            "class": index.get(name, ["", ""])[1],
+            "class": classes[name],
             "config": _read_json(config, "it is part of every diffusers folder"),
             "digest": fingerprint(own),
         }
@@ -174,6 +189,39 @@ def describe(folder: Path, source: dict[str, Any]) -> BaseRecord:
     }
     digest = fingerprint({name: part["digest"] for name, part in components.items()})
     return BaseRecord(source=source, files=files, components=components, digest=digest)
+
+
+def _check_weights(paths: list[Path]) -> None:
+    """Raises BaseModelError for safetensors cut short (a broken download, a Git LFS pointer) and for missing parts."""
+    for path in paths:
+        if path.suffix in _WEIGHTS and safetensors_size(path) != path.stat().st_size:
+            raise BaseModelError(
+                f"{path} is not a whole safetensors file ({path.stat().st_size:,} bytes)",
+                remedy="get it again; a file of about 130 bytes is a Git LFS pointer: run `git lfs pull` there",
+            )
+        if path.name.endswith(".safetensors.index.json"):
+            listed = _read_json(path, "restore the file").get("weight_map", {}).values()
+            for part in sorted(set(listed)):
+                if not (path.parent / part).is_file():
+                    raise BaseModelError(
+                        f"{path.parent / part} is missing, {path.name} names it",
+                        remedy="the folder is incomplete",
+                    )
+
+
+def safetensors_size(path: Path) -> int:
+    """The file size that the header states; -1 when there is no readable header."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > 100_000_000:
+            return -1
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return -1
+    return 8 + length + max(ends, default=0)
 
 
 _CONFIGS = {
@@ -188,9 +236,30 @@ _CONFIGS = {
 def read_record(path: Path) -> BaseRecord:
     """Read `data/base/record.json`."""
     value = _read_json(path, "run `dvc repro base` to make it")
-    return BaseRecord(
-        source=value["source"], files=value["files"], components=value["components"], digest=value["digest"]
-    )
+    try:
+        return BaseRecord(**{name: value[name] for name in ("source", "files", "components", "digest")})
+    except KeyError as error:
+        raise BaseModelError(
+            f"{path} has no field {error}", remedy="run `dvc repro --force base` to make it anew"
+        ) from error
+
+
+def recorded_folder(record: BaseRecord, root: Path, *, download: bool = False) -> Path:
+    """Where the recorded base is: a folder (relative to `root`), or the hub's cache.
+
+    With `download`, files of a hub repository that are not in the cache are fetched. Raises BaseModelError.
+    """
+    if record.source["kind"] == "folder":
+        return root / record.source["path"]
+    hub = HubSource(**{name: record.source[name] for name in ("repo", "revision", "variant")})
+    if not download:
+        return _hub_folder(hub, download=False)
+    try:
+        folder = _hub_folder(hub, download=False)
+    except BaseModelError:
+        return _hub_folder(hub, download=True)
+    whole = all((folder / name).is_file() for name in record.files)
+    return folder if whole else _hub_folder(hub, download=True)
 
 
 def verified_folder(record: BaseRecord, root: Path, *names: str) -> Path:
@@ -198,13 +267,7 @@ def verified_folder(record: BaseRecord, root: Path, *names: str) -> Path:
 
     root: what a relative folder in the record is relative to. Raises BaseModelError that names the file.
     """
-    if record.source["kind"] == "folder":
-        folder = root / record.source["path"]
-    else:
-        hub = HubSource(
-            repo=record.source["repo"], revision=record.source["revision"], variant=record.source["variant"]
-        )
-        folder = _hub_folder(hub, download=False)
+    folder = recorded_folder(record, root)
     for name, entry in record.files.items():
         if name.split("/")[0] not in names:
             continue
@@ -223,6 +286,9 @@ def _read_json(path: Path, hint: str) -> dict[str, Any]:
     if not path.is_file():
         raise BaseModelError(f"{path} is missing", remedy=hint)
     try:
-        return json.loads(path.read_text())
+        value: Any = json.loads(path.read_text())
     except ValueError as error:
         raise BaseModelError(f"{path} is not JSON: {error}", remedy="restore the file") from error
+    if not isinstance(value, dict):
+        raise BaseModelError(f"{path} is not a JSON object", remedy="restore the file")
+    return cast(dict[str, Any], value)

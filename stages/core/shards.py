@@ -60,20 +60,32 @@ def write_index(folder: Path, fields: dict[str, Any], files: list[str]) -> None:
 
     A folder without an index is unfinished.
     """
-    index = {**fields, "files": {name: sha256_file(folder / name) for name in sorted(files)}}
+    plain = {name: value for name, value in fields.items() if name != "digest"}
+    index = {**plain, "files": {name: sha256_file(folder / name) for name in sorted(files)}}
     write_json(folder / "index.json", {**index, "digest": fingerprint(index)})
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read `index.json` and check every file that it names. Raises StoreError that names the file."""
+    """Read `index.json`; check it and every file that it names. Raises StoreError that names the file."""
     path = folder / "index.json"
     if not path.is_file():
         raise StoreError(
             f"{path} is missing: {folder} was never finished",
             remedy="run `dvc repro` (or `dvc pull`) to make it",
         )
-    index: dict[str, Any] = json.loads(path.read_text())
-    for name, expected in index["files"].items():
+    index: dict[str, Any] = {}
+    try:
+        index = json.loads(path.read_text())
+        whole = index["digest"] == fingerprint({key: index[key] for key in index if key != "digest"})
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise StoreError(
+            f"{path} does not match its own digest",
+            remedy=f"run `dvc checkout --force {folder}`; the file was changed by hand or by a fault",
+        )
+    files: dict[str, str] = index["files"]
+    for name, expected in files.items():
         if not (folder / name).is_file() or sha256_file(folder / name) != expected:
             raise StoreError(
                 f"{folder / name} is missing or does not match its sha256 in {path}",

@@ -9,6 +9,7 @@ stale: what no longer fits is simply not found. `python -m stages.cli store` sho
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from stages.core.errors import LockedError, StoreError
 
@@ -26,18 +27,22 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     Raises StoreError when the disk is full; the old file is then untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
+    temporary: Path | None = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        temporary = Path(name)
         with os.fdopen(handle, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # a sign of life for _remove_leftovers
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
+            temporary.chmod(0o644)
+            temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        if temporary:
+            temporary.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
                 f"the disk is full: {path} ({len(data):,} bytes) was not written",
@@ -46,8 +51,20 @@ def write_atomic(path: Path, data: bytes) -> None:
             ) from error
         raise
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        if temporary:
+            temporary.unlink(missing_ok=True)
         raise
+
+
+def _remove_leftovers(path: Path) -> None:
+    """A writer killed in the middle leaves its temporary file: gigabytes in the store, and a stray dep in an out."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        try:
+            with leftover.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink()
+        except OSError:  # it is being written, or is gone
+            continue
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -90,18 +107,27 @@ class Store:
 
         The kernel drops the lock when the holder dies, so a killed run never blocks the next one.
         """
-        folder = self.folder(stage, print_)
-        with (folder / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise LockedError(
-                    f"stage {stage} is already running with the same inputs, as process {holder}",
-                    remedy=f"wait for it, or stop it (kill {holder}) and run the same command again",
-                ) from error
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-            yield folder
+        while True:
+            path = self.folder(stage, print_) / ".lock"
+            with path.open("a+") as file:
+                _lock(file, stage)
+                # Pruned between the two lines above: what is locked is no longer what the next one will find.
+                if not path.is_file() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    continue
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
+                yield path.parent
+                return
+
+
+def _lock(file: TextIO, stage: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        raise LockedError(
+            f"stage {stage} is already running with the same inputs, as process {holder}",
+            remedy=f"wait for it, or stop it (kill {holder}) and run the same command again",
+        ) from error

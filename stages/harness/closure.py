@@ -21,7 +21,7 @@ def closure(module: str, root: Path = PROJECT) -> list[str]:
         if path is None or path in seen:
             continue
         seen[path] = None
-        todo += _imports(root / path)
+        todo += _imports(root / path, name)
     return sorted(seen)
 
 
@@ -41,15 +41,19 @@ def _file(name: str, root: Path) -> str | None:
     return None
 
 
-def _imports(path: Path) -> list[str]:
+def _imports(path: Path, module: str) -> list[str]:
     """Modules of this project that the file imports, at its top or inside functions; the harness excepted."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # from .errors import ...: relative to the module's package
+                parts = module.split(".") + ([""] if path.name == "__init__.py" else [])
+                base = ".".join([*parts[: -node.level], *([base] if base else [])])
             # `from stages.core import errors` may name modules, not only attributes.
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     packages = ("stages", "stages.core", "stages.core.models", "stages.harness")
     return [
         name

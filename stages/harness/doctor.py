@@ -39,12 +39,13 @@ def driver() -> str | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    found = subprocess.run(
-        [tool, "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{tool} does not answer ({error})"
+    if found.returncode:  # it explains itself on stdout
+        return f"nvidia-smi fails: {' '.join(found.stdout.split())[:200]}"
     return found.stdout.split("\n")[0].strip() or None
 
 
@@ -57,7 +58,7 @@ def engine() -> str | None:
         asked = [tool, "version", "--format", "{{.Server.Version}}"]
         try:
             found = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10)
-        except subprocess.TimeoutExpired:
+        except (OSError, subprocess.TimeoutExpired):
             continue
         if found.returncode == 0 and found.stdout.strip():
             return f"{name} {found.stdout.strip()}"
@@ -87,11 +88,15 @@ def report(root: Path) -> list[tuple[str, str]]:
         ("memory", f"{_gb(memory.available)} of {_gb(memory.total)} free"),
         ("disk", f"{_gb(disk.free)} of {_gb(disk.total)} free"),
         ("engine", engine() or "none: stages run natively"),
-        *(
-            (name, importlib.metadata.version(name))
-            for name in ("diffusers", "transformers", "peft", "dvc", "mlflow")
-        ),
+        *((name, _version(name)) for name in ("diffusers", "transformers", "peft", "dvc", "mlflow")),
     ]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: run `make setup`"
 
 
 def where(device: str, runtime: str) -> str:

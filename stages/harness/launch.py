@@ -1,33 +1,41 @@
 """Start one stage: `python -m stages.harness.launch NAME`, the command of every stage in dvc.yaml.
 
 It fixes what must be in the environment before the stage's process loads anything numeric (threads, instruction set, no
-network look-ups), opens the run's journal, and takes the stage down with itself.
+network look-ups), fetches a hub base that a fresh machine lacks, opens the run's journal, and takes the stage down with
+itself.
 """
 
 import ctypes
+import difflib
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from stages.core.determinism import environment
 from stages.core.errors import ConfigError, DarkroomError, MachineError
+from stages.core.record import read_record, recorded_folder
 from stages.harness import provenance, tracking
-from stages.harness.config import flatten, load_shared, read_params
-from stages.harness.journal import PipelineKey, begin, end
-from stages.harness.run import fail, project_root
+from stages.harness.config import STAGES, flatten, load_shared, read_params
+from stages.harness.journal import PipelineKey, begin, dvc_ancestor, end
+from stages.harness.run import describe_os_error, fail, project_root
 
-STAGES = ("ingest", "base", "preprocess", "encode", "train", "evaluate", "export")
+_SHARED = ("seed", "device", "runtime", "determinism")
+_NEED_WEIGHTS = ("encode", "train", "evaluate", "export")
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
 
 
 def main() -> None:
     """Run the stage named on the command line; ends with the stage's own exit code."""
-    name = sys.argv[1] if len(sys.argv) == 2 else ""
+    _end_with_dvc()
     try:
-        if name not in STAGES:
-            raise ConfigError(f"no stage is called {name!r}", remedy="the stages are " + ", ".join(STAGES))
+        name = _stage_name(sys.argv[1:])
+    except ConfigError as error:
+        fail("launch", error)
+    try:
         params = read_params()
         shared = load_shared(params)
         if shared.runtime == "container":
@@ -36,10 +44,41 @@ def main() -> None:
                 remedy="set runtime: native; a stage never falls back to native by itself",
             )
         variables = environment(shared.determinism)
+        if name in _NEED_WEIGHTS:
+            fetch_base(Path())
+        code = _run(name, params, variables)
     except DarkroomError as error:
-        fail(name or "launch", error)
-        return
-    raise SystemExit(_run(name, params, variables))
+        fail(name, error)
+    except OSError as error:
+        fail(name, describe_os_error(error))
+    raise SystemExit(code)
+
+
+def _stage_name(arguments: list[str]) -> str:
+    if arguments in (["-h"], ["--help"]):
+        print(f"{(__doc__ or '').strip()}\n\nThe stages are {', '.join(STAGES)}.")
+        raise SystemExit(0)
+    if len(arguments) != 1:
+        raise ConfigError(
+            f"one stage is expected, {len(arguments)} arguments are given",
+            remedy="the stages are " + ", ".join(STAGES),
+        )
+    if arguments[0] not in STAGES:
+        near = difflib.get_close_matches(arguments[0], STAGES, n=1)
+        raise ConfigError(
+            f"no stage is called {arguments[0]!r}" + (f"; did you mean {near[0]}?" if near else ""),
+            remedy="the stages are " + ", ".join(STAGES),
+        )
+    return arguments[0]
+
+
+def fetch_base(root: Path) -> None:
+    """Fetch a hub base that the record names and this machine lacks: `dvc pull` brings the record, not the weights."""
+    path = root / "data" / "base" / "record.json"
+    if path.is_file():  # where it is missing the stage itself says so
+        record = read_record(path)
+        if record.source["kind"] == "hub":
+            recorded_folder(record, root, download=True)
 
 
 def _run(name: str, params: dict[str, Any], variables: dict[str, str]) -> int:
@@ -52,6 +91,7 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str]) -> int:
     tracking.ensure_agent(root)
     # Models come from this machine alone; stage base, which may fetch one, asks for the network itself.
     offline = {} if name == "base" else {"HF_HUB_OFFLINE": "1"}
+    launcher = os.getpid()
     process = subprocess.Popen(
         [sys.executable, "-m", f"stages.{name}"],
         env={
@@ -64,7 +104,7 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str]) -> int:
             "DIFFUSERS_VERBOSITY": "error",
             "TRANSFORMERS_VERBOSITY": "error",
         },
-        preexec_fn=_die_with_parent,
+        preexec_fn=lambda: _die_with(launcher),
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: process.send_signal(received))
@@ -73,12 +113,21 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-_SHARED = ("seed", "device", "runtime", "determinism")
+def _die_with(launcher: int) -> None:
+    """In the stage's process: a killed launcher must not leave it behind, dvc would start a second copy beside it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it was killed before the line above
+        os._exit(137)
 
 
-def _die_with_parent() -> None:
-    """A killed launcher must not leave the stage behind: dvc would start a second copy beside it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with_dvc() -> None:
+    """Under dvc: stop the stage when dvc is killed. Started by hand the launcher outlives its shell, as under nohup."""
+    parent = os.getppid()
+    if dvc_ancestor(os.getpid()) is None:
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(143)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any, cast
 
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, YAMLError
 
 from stages.core.errors import ConfigError
 from stages.core.store import write_atomic
@@ -20,8 +20,15 @@ def render(params: Path, preset: Path) -> str:
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 110
+    # Else null would be rewritten as nothing.
+    yaml.representer.add_representer(type(None), _null)
     base: Any = yaml.load(params)
-    overlay: Any = YAML(typ="safe").load(preset)
+    try:
+        overlay: Any = YAML(typ="safe").load(preset)
+    except YAMLError as error:
+        raise ConfigError(f"{preset} is not YAML: {error}", remedy="correct the preset") from error
+    if not isinstance(overlay, dict):
+        raise ConfigError(f"{preset} holds no fields", remedy="correct the preset")
     _lay_over(base, overlay, preset, "")
     text = io.StringIO()
     yaml.dump(base, text)
@@ -45,7 +52,20 @@ def _lay_over(base: Any, overlay: Any, preset: Path, where: str) -> None:
             raise ConfigError(
                 f"{preset}: {where}{key} is not a field of params.yaml", remedy="correct the preset"
             )
-        if isinstance(value, dict) and isinstance(base[key], dict):
+        if isinstance(value, dict) != isinstance(base[key], dict):
+            raise ConfigError(
+                f"{preset}: {where}{key} is {value!r}, params.yaml has {_kind(base[key])} there",
+                remedy="correct the preset",
+            )
+        if isinstance(value, dict):
             _lay_over(base[key], value, preset, f"{where}{key}.")
         else:
             base[key] = value
+
+
+def _null(representer: Any, _value: None) -> Any:
+    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
+
+
+def _kind(value: Any) -> str:
+    return "fields" if isinstance(value, dict) else "one value"

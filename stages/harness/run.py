@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from stages.core.determinism import DeterminismConfig
 from stages.core.errors import DarkroomError, MachineError
@@ -24,7 +24,18 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 # Versions that can change what is computed; part of every fingerprint.
-_LIBRARIES = ("torch", "diffusers", "transformers", "peft", "pillow", "numpy", "pyarrow")
+_LIBRARIES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "pillow",
+    "numpy",
+    "pyarrow",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +57,15 @@ class Stage:
         """data/<stage> of an earlier stage."""
         return self.root / "data" / stage
 
-    def fingerprint(self, **parts: Any) -> str:
-        """One digest over `parts` and all that any work of this stage depends on: code, versions, machine settings."""
+    def fingerprint(self, *, code: str | None = None, **parts: Any) -> str:
+        """One digest over `parts` and all that any work of this stage depends on: code, versions, machine settings.
+
+        code: the module whose imports count, where the work is less than the whole stage's.
+        """
         return fingerprint(
             {
                 **{name: _plain(part) for name, part in parts.items()},
-                "code": closure_digest(f"stages.{self.name}"),
+                "code": closure_digest(code or f"stages.{self.name}"),
                 "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
                 "device": self.shared.device,
                 "determinism": _plain(self.shared.determinism),
@@ -97,11 +111,11 @@ def stage_main(
     """
     module = sys.modules["__main__"]
     if len(sys.argv) > 1:
-        print(
-            f"{(module.__doc__ or '').strip()}\n\nParameters: section `{name}` of params.yaml; run it with `dvc repro {name}`."
-        )
+        print((module.__doc__ or "").strip())
+        print(f"\nParameters: section `{name}` of params.yaml; run it with `dvc repro {name}`.")
         raise SystemExit(0 if sys.argv[1] in ("-h", "--help") else 2)
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stopped)
     tracker = open_journal()
     start = time.monotonic()
     try:
@@ -116,21 +130,23 @@ def stage_main(
     except DarkroomError as error:
         fail(name, error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        fail(
-            name,
-            DarkroomError(
-                f"{error}", remedy="free space or make the folder writable, then run the same command again"
-            ),
-        )
+        fail(name, describe_os_error(error))
     except KeyboardInterrupt:
         print(f"{name}: stopped; the same command continues from here", file=sys.stderr)
         raise SystemExit(130) from None
     tracker.metrics({f"{name}/seconds": time.monotonic() - start})
 
 
-def fail(name: str, error: DarkroomError) -> None:
+def describe_os_error(error: OSError) -> DarkroomError:
+    """A full or read-only disk in plain words; raises any other error again."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        raise error
+    return DarkroomError(
+        f"{error}", remedy="free space or make the folder writable, then run the same command again"
+    )
+
+
+def fail(name: str, error: DarkroomError) -> NoReturn:
     """Print the error and its remedy, and end with 1."""
     print(f"{name}: error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(1) from error
@@ -155,5 +171,8 @@ def _plain(part: Any) -> Any:
     return part
 
 
-def _terminated(_signal: int, _frame: Any) -> None:
+def _stopped(_signal: int, _frame: Any) -> None:
+    # Ctrl-C comes twice, from the terminal and through the launcher: the second must not break off the farewell.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

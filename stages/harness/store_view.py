@@ -1,11 +1,13 @@
 """Looking at the store, and removing what is old."""
 
 import fcntl
+import os
 import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
+from stat import S_ISREG
 
 from stages.core.errors import LockedError
 
@@ -25,7 +27,7 @@ def entries(root: Path) -> list[Entry]:
     """All entries, by stage and then by age, the newest last."""
     found: list[Entry] = []
     for folder in sorted(path for path in root.glob("*/*") if path.is_dir()):
-        files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        files = _stats(folder)
         used = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
         found.append(
             Entry(
@@ -37,6 +39,18 @@ def entries(root: Path) -> list[Entry]:
             )
         )
     return sorted(found, key=lambda entry: (entry.stage, entry.used))
+
+
+def _stats(folder: Path) -> list[os.stat_result]:
+    found: list[os.stat_result] = []
+    for path in folder.rglob("*"):
+        try:
+            stat = path.stat()
+        except FileNotFoundError:  # a stage that works there renamed it meanwhile
+            continue
+        if S_ISREG(stat.st_mode):
+            found.append(stat)
+    return found
 
 
 def old_entries(root: Path, keep: int) -> list[Entry]:
@@ -55,9 +69,11 @@ def remove(entry: Entry) -> None:
         with lock.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise LockedError(
                     f"{entry.stage} {entry.fingerprint[:12]} is in use by process {lock.read_text()}",
                     remedy="wait until that run ends",
                 ) from error
-    shutil.rmtree(entry.folder)
+            shutil.rmtree(entry.folder)  # under the lock, so that no stage begins in it
+    else:
+        shutil.rmtree(entry.folder)

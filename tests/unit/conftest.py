@@ -1,0 +1,13 @@
+"""Nothing of the caller's own store, records, DVC or hub leaks into a unit test, or out of it."""
+
+import os
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("DARKROOM_", "DVC_", "MLFLOW_", "HF_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("DARKROOM_TRACKING", "off")

@@ -1,0 +1,215 @@
+"""Captions from each source, and every fault with its file and line."""
+
+import json
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from stages.core.captions import picture_files, read_captions
+from stages.core.errors import SourceError
+
+
+def folder(root: Path, *names: str, **texts: bytes) -> Path:
+    """Empty pictures `names`; `metadata_jsonl=b"..."` writes metadata.jsonl."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    for name, data in texts.items():
+        (root / name.replace("_", ".")).write_bytes(data)
+    return root
+
+
+def line(name: str, text: object) -> bytes:
+    return json.dumps({"file_name": name, "text": text}).encode()
+
+
+# --- which files are pictures
+
+
+def test_pictures_are_sorted_relative_and_of_any_case(tmp_path: Path) -> None:
+    folder(tmp_path, "b.PNG", "a dir/ü é.JpEg", "a.txt", ".hidden.png", ".git/c.png", "z.webp", "notes.md")
+    (tmp_path / "folder.png").mkdir()
+    assert picture_files(tmp_path) == ["a dir/ü é.JpEg", "b.PNG", "z.webp"]
+
+
+def test_missing_folder_names_the_three_remedies(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="nowhere is missing") as caught:
+        picture_files(tmp_path / "nowhere")
+    for remedy in ("put your pictures there", "sample-data", "dvc pull"):
+        assert remedy in caught.value.remedy
+
+
+def test_folder_without_pictures(tmp_path: Path) -> None:
+    folder(tmp_path, "a.txt")
+    with pytest.raises(SourceError, match=r"holds no pictures \(\.png, \.jpg"):
+        picture_files(tmp_path)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_links_to_pictures(tmp_path: Path, inside: bool) -> None:
+    source = folder(tmp_path / "source", "a.png")
+    folder(tmp_path, "out.png")
+    (source / "link.png").symlink_to(source / "a.png" if inside else tmp_path / "out.png")
+    if inside:
+        assert picture_files(source) == ["a.png", "link.png"]
+        return
+    with pytest.raises(SourceError, match=r"source/link\.png is a link out of .*source"):
+        picture_files(source)
+
+
+def test_links_to_nothing_and_to_folders_are_named_not_skipped(tmp_path: Path) -> None:
+    source = folder(tmp_path / "source", "a.png", "sub/b.png")
+    (source / "gone.png").symlink_to(source / "no-such.png")
+    with pytest.raises(SourceError, match=r"gone\.png is a link to nothing"):
+        picture_files(source)
+    (source / "gone.png").unlink()
+    (source / "linked").symlink_to(source / "sub")
+    with pytest.raises(SourceError, match=r"linked is a link to a folder"):
+        picture_files(source)
+
+
+def test_a_picture_of_an_unread_kind_is_named_not_skipped(tmp_path: Path) -> None:
+    folder(tmp_path, "a.png", "b.HEIC")
+    with pytest.raises(SourceError, match=r"b\.HEIC is of a kind that is not read \(\.heic\)"):
+        picture_files(tmp_path)
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    try:
+        (tmp_path / "caf\udce9.png").write_bytes(b"")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    with pytest.raises(SourceError, match=r"the file name 'caf\\udce9\.png' is not UTF-8"):
+        picture_files(tmp_path)
+
+
+# --- good captions
+
+
+def test_jsonl_with_bom_crlf_blank_lines_and_more_fields(tmp_path: Path) -> None:
+    data = (
+        b"\xef\xbb\xbf"
+        + line("a b.png", " red\n")
+        + b'\r\n\r\n{"file_name": "./s/\xc3\xbc.png", "text": "blue", "x": 1}\r\n'
+    )
+    folder(tmp_path, metadata_jsonl=data)
+    assert read_captions(tmp_path, ["a b.png", "s/ü.png"]) == {"a b.png": "red", "s/ü.png": "blue"}
+
+
+def test_csv_with_quotes_newlines_and_another_column(tmp_path: Path) -> None:
+    data = b'text,source,file_name\r\n"one, ""two""\nthree",x,a.png\r\n\r\nplain,y,b.png\r\n'
+    folder(tmp_path, metadata_csv=data)
+    assert read_captions(tmp_path, ["a.png", "b.png"]) == {"a.png": 'one, "two"\nthree', "b.png": "plain"}
+
+
+def test_sidecars(tmp_path: Path) -> None:
+    folder(tmp_path, "s/a.b.png", "s/a.b.txt", "c.JPG", "c.txt", "README.txt")
+    (tmp_path / "s" / "a.b.txt").write_bytes(b"\xef\xbb\xbf dotted \r\n")
+    (tmp_path / "c.txt").write_text("ünï")
+    assert read_captions(tmp_path, ["c.JPG", "s/a.b.png"]) == {"c.JPG": "ünï", "s/a.b.png": "dotted"}
+
+
+# --- faults, by line
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (line("a.png", "x") + b"\n" + line("a.png", "y"), r"jsonl, line 2: a\.png has a second caption"),
+        (line("a.png", "x") + b"\n\n" + line("b.png", "y"), r"jsonl, line 3: b\.png is not a picture in "),
+        (line("a.png", " \t"), r"jsonl, line 1: the caption of a\.png is empty"),
+        (line("a.png", 7), r"jsonl, line 1: field 'text' is not text"),
+        (line("a.png", None), r"jsonl, line 1: field 'text' is not text"),
+        (b'{"file_name": ["a.png"], "text": "x"}', r"jsonl, line 1: field 'file_name' is not text"),
+        (b'{"text": "x"}', r"jsonl, line 1: field 'file_name' is missing"),
+        (line("../a.png", "x"), r"jsonl, line 1: \.\./a\.png leaves the folder"),
+        (line("s/../../a.png", "x"), r"jsonl, line 1: s/\.\./\.\./a\.png leaves the folder"),
+        (line("/etc/a.png", "x"), r"jsonl, line 1: /etc/a\.png leaves the folder"),
+        (b"[1]", r"jsonl, line 1: not a JSON object"),
+        (line("a.png", "x") + b"\n{'text': 1}", r"jsonl, line 2: not JSON \("),
+        (
+            b'{"file_name": "a.png", "text": "x", "text": "y"}',
+            r"line 1: not JSON \(a field stands there twice\)",
+        ),
+        (line("a.png", "x") + b'\n\n{"text": "caf\xe9"}', r"jsonl, line 3: not UTF-8"),
+        (b'{"file_name": "a.png", "text": "\\ud800"}', r"jsonl, line 1: half of a surrogate pair"),
+    ],
+)
+def test_jsonl_faults(tmp_path: Path, data: bytes, message: str) -> None:
+    folder(tmp_path, "a.png", metadata_jsonl=data)
+    with pytest.raises(SourceError, match=message):
+        read_captions(tmp_path, ["a.png"])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        # The second row begins on line 4: the first one's caption runs over two lines, and one is blank.
+        (b'file_name,text\na.png,"one\ntwo"\n\na.png,again\n', r"csv, line 5: a\.png has a second caption"),
+        (
+            b'file_name,text\na.png,"one\ntwo"\n"b.png","three\nfour"\n',
+            r"csv, line 4: b\.png is not a picture",
+        ),
+        (b"file_name,text\na.png\n", r"csv, line 2: field 'text' is missing"),
+        (b"file_name,text\na.png,red, round\n", r"csv, line 2: 3 fields for 2 columns"),
+        (b'file_name,text\na.png,x\na.png,"never closed\n', r"csv, line 3: unexpected end of data"),
+        (b"file,text\na.png,x\n", r"csv, line 1: no column file_name"),
+        (b"", r"csv, line 1: no column file_name, text"),
+        (b"file_name,text,text\na.png,x,y\n", r"csv, line 1: two columns have one name"),
+        (b"file_name,text\na.png,caf\xe9\n", r"csv, line 2: not UTF-8"),
+    ],
+)
+def test_csv_faults(tmp_path: Path, data: bytes, message: str) -> None:
+    folder(tmp_path, "a.png", metadata_csv=data)
+    with pytest.raises(SourceError, match=message):
+        read_captions(tmp_path, ["a.png"])
+
+
+def test_pictures_without_a_line_are_counted_and_listed(tmp_path: Path) -> None:
+    names = [f"{n:02d}.png" for n in range(12)]
+    folder(tmp_path, metadata_jsonl=line("00.png", "x"))
+    message = r"11 picture\(s\) without caption \(01\.png, .*, 10\.png and 1 more\): each has no line in metadata\.jsonl"
+    with pytest.raises(SourceError, match=message):
+        read_captions(tmp_path, names)
+
+
+def test_two_metadata_files(tmp_path: Path) -> None:
+    folder(tmp_path, metadata_jsonl=b"", metadata_csv=b"")
+    with pytest.raises(
+        SourceError, match=r"holds metadata\.jsonl and metadata\.csv\n  remedy: keep one of them"
+    ):
+        read_captions(tmp_path, ["a.png"])
+
+
+def test_another_unicode_form_of_a_name_is_explained(tmp_path: Path) -> None:
+    nfd = unicodedata.normalize("NFD", "é.png")
+    folder(tmp_path, metadata_jsonl=line("é.png", "x"))
+    message = re.escape(r"(the file is called 'e\u0301.png', the line says '\xe9.png')")
+    with pytest.raises(SourceError, match=message):
+        read_captions(tmp_path, [nfd])
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (
+            {},
+            r"2 picture\(s\) without caption \(a\.png, b\.png\): each has no caption: there is no metadata\.jsonl",
+        ),
+        ({"a.txt": b"x", "b.txt": b" \n"}, r"b\.txt is empty"),
+        ({"a.txt": b"x\n\xe9", "b.txt": b"x"}, r"a\.txt, line 2: not UTF-8"),
+    ],
+)
+def test_sidecar_faults(tmp_path: Path, texts: dict[str, bytes], message: str) -> None:
+    for name, data in texts.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(SourceError, match=message):
+        read_captions(tmp_path, ["a.png", "b.png"])
+
+
+def test_one_sidecar_for_two_pictures_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(SourceError, match=r"a\.txt stands beside a\.jpg and a\.png"):
+        read_captions(tmp_path, ["a.jpg", "a.png"])
