@@ -14,8 +14,8 @@ run: setup ## fine-tune: sample pictures if there are none, then the pipeline
 	@echo "look at data/evaluate/sheets/before_after.png, then at the run: make ui"
 
 test: setup ## all tests, the fast ones first
-	python -m pytest tests/unit -m "not slow"
-	python -m pytest tests -m "slow"
+	python -m pytest tests -m "not slow" -n auto
+	python -m pytest tests -m "slow" -n auto --dist loadfile
 
 ui: setup ## MLflow's page on the local records
 	python -m stages.cli tracking ui
