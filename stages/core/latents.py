@@ -46,8 +46,7 @@ class LatentCache:
         index: dict[str, Any] = read_index(folder)
         self.digest: str = index["digest"]
         self.space = LatentSpace(**index["latent_space"])
-        items: list[dict[str, Any]] = index["items"]
-        self.items = [LatentItem(**item | {"bucket": tuple(item["bucket"])}) for item in items]
+        self.items = [_item(fields) for fields in index["items"]]
         self._shards: dict[int, dict[str, Tensor]] = {}
         self._folder = folder
         self._text: dict[str, Tensor] = load_file(folder / TEXT_NAME)
@@ -71,3 +70,9 @@ class LatentCache:
     def text(self, caption: str) -> Tensor:
         """The text encoder's last hidden states of `caption`, float32 [L, D]; "" is the empty caption."""
         return self._text[text_key(caption)]
+
+
+def _item(fields: dict[str, Any]) -> LatentItem:
+    """An item from its JSON, where the bucket is a list."""
+    plain: dict[str, Any] = {**fields, "bucket": tuple(fields["bucket"])}
+    return LatentItem(**plain)
