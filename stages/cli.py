@@ -42,7 +42,7 @@ class Group(click.Group):
             near = difflib.get_close_matches(name, names, n=1)
             raise click.UsageError(
                 f"no command is called {name!r}"
-                + (f"; did you mean {near[0]}?" if near else "")
+                + (f"; did you mean {near[0]}?" if near else ".")
                 + f" The commands are {', '.join(names)}.",
                 ctx,
             )

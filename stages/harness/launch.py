@@ -8,9 +8,11 @@ itself.
 import ctypes
 import difflib
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec as little as pos
 
 def main() -> None:
     """Run the stage named on the command line; ends with the stage's own exit code."""
-    _end_with_dvc()
+    dvc = dvc_ancestor(os.getpid())
     try:
         name = _stage_name(sys.argv[1:])
     except ConfigError as error:
@@ -46,7 +48,7 @@ def main() -> None:
         variables = environment(shared.determinism)
         if name in _NEED_WEIGHTS:
             fetch_base(Path())
-        code = _run(name, params, variables)
+        code = _run(name, params, variables, dvc)
     except DarkroomError as error:
         fail(name, error)
     except OSError as error:
@@ -81,7 +83,7 @@ def fetch_base(root: Path) -> None:
             recorded_folder(record, root, download=True)
 
 
-def _run(name: str, params: dict[str, Any], variables: dict[str, str]) -> int:
+def _run(name: str, params: dict[str, Any], variables: dict[str, str], dvc: int | None) -> int:
     root = project_root()
     facts = provenance.collect(root)
     provenance.write(root, name, facts)
@@ -108,6 +110,8 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str]) -> int:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: process.send_signal(received))
+    if dvc:
+        threading.Thread(target=_end_with, args=[dvc], daemon=True).start()
     code = process.wait()
     end(journal, "FINISHED" if code == 0 else "KILLED" if code < 0 or code == 130 else "FAILED")
     return code if code >= 0 else 128 - code
@@ -120,14 +124,18 @@ def _die_with(launcher: int) -> None:
         os._exit(137)
 
 
-def _end_with_dvc() -> None:
-    """Under dvc: stop the stage when dvc is killed. Started by hand the launcher outlives its shell, as under nohup."""
-    parent = os.getppid()
-    if dvc_ancestor(os.getpid()) is None:
-        return
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        raise SystemExit(143)
+def _end_with(dvc: int) -> None:
+    """In a thread: stop the stage when dvc is over, also killed. Its shell may live on between the two: dash does.
+
+    Started by hand the launcher outlives its shell, as under nohup.
+    """
+    try:
+        select.select([os.pidfd_open(dvc)], [], [])
+    except ProcessLookupError:
+        pass  # over already
+    except OSError:
+        return  # a kernel before 5.3: the stage runs on to its end, and the lock keeps a second one out
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 if __name__ == "__main__":

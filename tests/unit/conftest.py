@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+# Before torch is loaded: its threads wait for each other by spinning, which on a busy machine takes minutes.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
