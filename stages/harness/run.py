@@ -19,6 +19,7 @@ from stages.harness.closure import closure_digest
 from stages.harness.config import SharedConfig, load_section, load_shared, read_params
 from stages.harness.journal import Journal, NullJournal, open_journal
 from stages.harness.progress import progress
+from stages.harness.provenance import cpu_kind
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -69,6 +70,7 @@ class Stage:
                 "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
                 "device": self.shared.device,
                 "determinism": _plain(self.shared.determinism),
+                "hardware": _hardware(self.shared),
             }
         )
 
@@ -79,6 +81,15 @@ class Stage:
     def progress(self, items: Iterable[T], *, total: int, what: str, unit: str, done: int = 0) -> Iterator[T]:
         """`items` under a progress bar."""
         return progress(items, total=total, what=f"{self.name}: {what}", unit=unit, done=done)
+
+
+def _hardware(shared: SharedConfig) -> str:
+    """The kind of machine, where bytes depend on it: a store may be shared between machines."""
+    if shared.device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    return cpu_kind() if shared.determinism.mode == "native" else ""
 
 
 def project_root() -> Path:

@@ -44,7 +44,7 @@ def test_code_deps_are_the_closure(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_depends_on_the_environment_and_is_run_by_the_launcher(stage: str) -> None:
-    assert "requirements.lock" in PIPELINE[stage]["deps"]
+    assert {"requirements.lock", "requirements-torch.txt"} <= set(PIPELINE[stage]["deps"])
     assert PIPELINE[stage]["cmd"] == f"python -m stages.harness.launch {stage}"
 
 

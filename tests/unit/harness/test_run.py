@@ -222,3 +222,14 @@ def test_a_person_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.4)
     assert "train: full" in screen.getvalue()
     assert "/5" in screen.getvalue()
+
+
+def test_native_work_is_kept_apart_by_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = replace(SHARED, determinism=DeterminismConfig(mode="native", threads=1))
+    prints: dict[tuple[str, str], str] = {}
+    for kind in ("a", "b"):
+        monkeypatch.setattr(run, "cpu_kind", lambda kind=kind: kind)
+        for shared in (SHARED, native):
+            prints[kind, shared.determinism.mode] = replace(STAGE, shared=shared).fingerprint()
+    assert prints["a", "native"] != prints["b", "native"]
+    assert prints["a", "portable"] == prints["b", "portable"]
