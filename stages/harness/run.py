@@ -88,7 +88,7 @@ def _hardware(shared: SharedConfig) -> str:
     if shared.device == "cuda":
         import torch
 
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return cpu_kind() if shared.determinism.mode == "native" else ""
 
 
