@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # dvc and the stages find each other, and `python` in dvc.yaml is the environment's.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: run test ui setup check lock params clean
+.PHONY: run test ui setup check base lock params clean
 
 run: setup ## fine-tune: sample pictures if there are none, then the pipeline
 	python -m stages.cli sample-data --if-missing
@@ -38,6 +38,10 @@ $(VENV)/.ready: requirements-torch.txt requirements.lock
 
 params: setup ## make params PRESET=micro: rewrite params.yaml by params/micro.yaml
 	python -m stages.cli params $(PRESET)
+
+base: setup ## make data/embedded again: hours; .dvcignore hides its pipeline at other times
+	sed -i '/embedded.dvc.yaml/d' .dvcignore
+	dvc repro data/embedded/dvc.yaml; code=$$?; git checkout --quiet .dvcignore; exit $$code
 
 lock: setup ## rewrite requirements.lock from pyproject.toml; torch is left out, it is installed on its own
 	$(BIN)/pip install uv

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def broken_parameter(project: Project) -> None:
-    project.set("learning_rate: 5.0e-4", "learnin_rate: 5.0e-4")
+    project.set("learning_rate: 1.5e-3", "learnin_rate: 1.5e-3")
 
 
 def missing_caption(project: Project) -> None:
