@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 run: setup ## fine-tune: sample pictures if there are none, then the pipeline
 	python -m stages.cli sample-data --if-missing
 	dvc repro
-	python -m stages.cli tracking sync
+	-python -m stages.cli tracking sync
 	@echo "look at data/evaluate/sheets/before_after.png, then at the run: make ui"
 
 test: setup ## all tests, the fast ones first

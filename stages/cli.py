@@ -1,6 +1,7 @@
 """The commands that are not stages: `python -m stages.cli`, installed as `darkroom`."""
 
 import difflib
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from typing import Any
 
 import click
 
-from stages.core.errors import DarkroomError, LockedError
-from stages.harness.config import PARAMS, load_shared, read_params
+from stages.core.errors import ConfigError, DarkroomError, LockedError
+from stages.harness.config import PARAMS, STAGES, load_section, load_shared, read_params
 from stages.harness.run import project_root, store_root
 
 
@@ -68,8 +69,26 @@ def doctor(device: str | None) -> None:
 
     for what, finding in checks.report(project_root()):
         click.echo(f"{what:>12}  {finding}")
-    shared = load_shared(read_params())
+    params = read_params()
+    shared = load_shared(params)
+    check_sections(params)
+    click.echo("params.yaml: every section can be read")
     click.echo(checks.where(device or shared.device, shared.runtime))
+
+
+def check_sections(params: dict[str, Any]) -> None:
+    """Read the sections of all stages; raises one ConfigError with what is wrong in any of them."""
+    problems: list[str] = []
+    for name in STAGES:
+        config = getattr(importlib.import_module(f"stages.{name}"), f"{name.capitalize()}Config")
+        try:
+            load_section(params, name, config)
+        except ConfigError as error:
+            problems.append(error.message)
+    if problems:
+        raise ConfigError(
+            "\n  ".join(problems), remedy="correct params.yaml; docs/params.md explains every field"
+        )
 
 
 @main.command("sample-data")
@@ -108,7 +127,10 @@ def sync(timeout: float) -> None:
     """Wait until everything that the stages recorded is in MLflow."""
     from stages.harness.tracking import sync as synchronise
 
-    click.echo(synchronise(project_root(), timeout))
+    report = synchronise(project_root(), timeout)
+    click.echo(report)
+    if report.left:
+        sys.exit(1)
 
 
 @tracking.command()

@@ -101,6 +101,12 @@ def read_captions(folder: Path, pictures: list[str]) -> dict[str, str]:
     if not present:
         return _from_sidecars(folder, pictures)
     path = folder / present[0]
+    beside = [name for name in pictures if (folder / name).with_suffix(".txt").is_file()]
+    if beside:
+        raise SourceError(
+            f"{folder} holds {path.name}, and {len(beside)} picture(s) have a .txt as well ({beside[0]} is the first)",
+            remedy=f"keep one form: remove {path.name}, or the .txt files",
+        )
     rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _csv_rows(path)
     captions: dict[str, str] = {}
     known = set(pictures)
@@ -142,6 +148,10 @@ def _from_sidecars(folder: Path, pictures: list[str]) -> dict[str, str]:
         if not path.is_file():
             missing.append(name)
             continue
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise SourceError(
+                f"{path} is a link out of {folder}", remedy="put the caption itself into the folder"
+            )
         text = _read_text(path).strip()
         if not text:
             raise SourceError(f"{path} is empty", remedy="write the caption of the picture into it")

@@ -20,7 +20,15 @@ from typing import Any, TypeVar
 
 from stages.core.store import write_atomic, write_json
 from stages.harness.journal import JOURNAL, ProcessKey, mask_uri, mask_yaml, masked, read_records
-from stages.harness.tracking import agent_lock, first_record, going_on, journal_folders, running, server_uri
+from stages.harness.tracking import (
+    DATABASE,
+    agent_lock,
+    first_record,
+    going_on,
+    journal_folders,
+    running,
+    server_uri,
+)
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5
@@ -64,6 +72,19 @@ class Pending:
     headline: list[Any] = field(default_factory=list[Any])  # the metrics that the parent gets as well
 
 
+def make_database(tracking: Path) -> None:
+    """Make the local database if it is missing: under another name first, so that a full disk or a kill in the middle of
+    MLflow's migrations leaves nothing that can never be opened again."""
+    from mlflow import MlflowClient
+
+    path, building = tracking / DATABASE, tracking / f".{DATABASE}.building"
+    if path.exists():
+        return
+    building.unlink(missing_ok=True)
+    MlflowClient(f"sqlite:///{building}").search_experiments()
+    building.rename(path)
+
+
 class Runs:
     """MLflow as the agent uses it: every call may be repeated, and no refused record holds up the others."""
 
@@ -71,6 +92,8 @@ class Runs:
         from mlflow import MlflowClient
 
         self._uri = server_uri(tracking)
+        if self._uri == f"sqlite:///{tracking / DATABASE}":
+            make_database(tracking)
         self._client = MlflowClient(self._uri)
         # A server decides for itself where artifacts are; a local database must not take it from the cwd.
         local = self._uri.startswith("sqlite:")

@@ -113,6 +113,12 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str], dvc: int 
     if dvc:
         threading.Thread(target=_end_with, args=[dvc], daemon=True).start()
     code = process.wait()
+    if code == -signal.SIGKILL:
+        print(
+            f"{name}: killed; if nobody did, the machine ran out of memory. The same command continues from here",
+            file=sys.stderr,
+            flush=True,
+        )
     end(journal, "FINISHED" if code == 0 else "KILLED" if code < 0 or code == 130 else "FAILED")
     return code if code >= 0 else 128 - code
 

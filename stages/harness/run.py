@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from stages.core.determinism import DeterminismConfig
-from stages.core.errors import DarkroomError, MachineError
+from stages.core.errors import DarkroomError, MachineError, StoreError
 from stages.core.store import Store, fingerprint
 from stages.harness.closure import closure_digest
 from stages.harness.config import SharedConfig, load_section, load_shared, read_params
@@ -108,6 +108,19 @@ def store_root() -> Path:
     return Path(override) if override else project_root() / ".darkroom" / "store"
 
 
+def usable_store() -> Path:
+    """`store_root`, made if missing. Raises StoreError that names the folder when it cannot be made."""
+    root = store_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"the store {root} cannot be made: {error.strerror}",
+            remedy="set DARKROOM_STORE to a folder that can be written, or unset it",
+        ) from error
+    return root
+
+
 def stage_main(
     name: str,
     config: type[C],
@@ -136,7 +149,7 @@ def stage_main(
         if fix:
             fix(shared.determinism)
             check_device(shared.device)
-        stage = Stage(name=name, root=Path(), shared=shared, store=Store(store_root()), tracker=tracker)
+        stage = Stage(name=name, root=Path(), shared=shared, store=Store(usable_store()), tracker=tracker)
         work(cfg, stage)
     except DarkroomError as error:
         fail(name, error)

@@ -18,6 +18,7 @@ from typing import Any
 from stages.core.errors import ConfigError
 from stages.harness.journal import JOURNAL, ProcessKey, mask_uri, read_records, tracking_on, tracking_root
 
+DATABASE = "mlflow.db"
 # What MLflow reads by itself and must not see: a run id would replace ours.
 _NOT_FOR_THE_AGENT = ("MLFLOW_RUN_ID", "DARKROOM_JOURNAL", "DARKROOM_PIPELINE_KEY")
 _PRIVATE = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
@@ -44,7 +45,7 @@ class Report:
 
 def server_uri(tracking: Path) -> str:
     """$MLFLOW_TRACKING_URI, else the sqlite file under the tracking root."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{tracking / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{tracking / DATABASE}"
 
 
 def journal_folders(tracking: Path) -> list[Path]:

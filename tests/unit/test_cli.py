@@ -152,3 +152,22 @@ def test_store_prune_keeps_what_is_in_use_and_removes_the_rest(store: Path) -> N
         f"kept: encode {'c' * 12} is in use by process {os.getpid()}\n2 entries removed, 4.0 MB freed\n"
     )
     assert (store / "encode" / ("c" * 64) / "pack").is_file()
+
+
+def test_doctor_names_what_is_wrong_in_all_sections_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (PROJECT / "params.yaml").read_text()
+    for good, bad in (("  holdout_percent:", "  holdout_percents:"), ("  opset: 17", "  opset: many")):
+        assert text.count(good) == 1
+        text = text.replace(good, bad)
+    (tmp_path / "params.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    result = call("doctor")
+    assert result.exit_code == 1
+    for message in (
+        "ingest.holdout_percents is unknown; did you mean holdout_percent?",
+        "ingest.holdout_percent is missing",
+        "export.opset is 'many', expected int",
+    ):
+        assert message in result.output

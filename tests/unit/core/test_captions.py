@@ -213,3 +213,21 @@ def test_one_sidecar_for_two_pictures_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(SourceError, match=r"a\.txt stands beside a\.jpg and a\.png"):
         read_captions(tmp_path, ["a.jpg", "a.png"])
+
+
+def test_metadata_and_text_files_together_are_refused(tmp_path: Path) -> None:
+    folder(tmp_path, "a.png", "b.png", metadata_jsonl=line("a.png", "one") + b"\n" + line("b.png", "two"))
+    (tmp_path / "b.txt").write_text("another")
+    with pytest.raises(
+        SourceError, match=r"holds metadata\.jsonl, and 1 picture\(s\) have a \.txt as well \(b\.png"
+    ):
+        read_captions(tmp_path, ["a.png", "b.png"])
+
+
+def test_a_text_file_that_links_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a secret")
+    source = folder(tmp_path / "source", "a.png")
+    (source / "a.txt").symlink_to(secret)
+    with pytest.raises(SourceError, match=r"a\.txt is a link out of"):
+        read_captions(source, ["a.png"])

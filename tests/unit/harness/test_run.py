@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stages.core.determinism import DeterminismConfig
-from stages.core.errors import MachineError
+from stages.core.errors import MachineError, StoreError
 from stages.core.store import Store
 from stages.harness import progress as progress_module
 from stages.harness import run
@@ -233,3 +233,12 @@ def test_native_work_is_kept_apart_by_kind_of_cpu(monkeypatch: pytest.MonkeyPatc
             prints[kind, shared.determinism.mode] = replace(STAGE, shared=shared).fingerprint()
     assert prints["a", "native"] != prints["b", "native"]
     assert prints["a", "portable"] == prints["b", "portable"]
+
+
+def test_a_store_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DARKROOM_STORE", str(tmp_path / "file" / "store"))
+    with pytest.raises(
+        StoreError, match=r"file/store cannot be made: Not a directory\n  remedy: set DARKROOM_STORE"
+    ):
+        run.usable_store()

@@ -465,3 +465,16 @@ def test_through_a_server(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.isnan(train.data.metrics["bad"])
     assert len(train.inputs.dataset_inputs) == 1
     assert len([name for name in artifacts(train) if name.startswith("images/")]) == 2
+
+
+@pytest.mark.slow
+def test_a_database_that_was_half_made_is_made_anew(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    from stages.harness.agent import make_database
+
+    (tmp_path / ".mlflow.db.building").write_bytes(b"SQLite format 3\0 and then the disk was full")
+    make_database(tmp_path)
+    assert not (tmp_path / ".mlflow.db.building").exists()
+    found = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_experiments()
+    assert [experiment.name for experiment in found] == ["Default"]
