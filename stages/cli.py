@@ -1,6 +1,5 @@
 """The commands that are not stages: `python -m stages.cli`, installed as `darkroom`."""
 
-import difflib
 import importlib
 import subprocess
 import sys
@@ -12,7 +11,15 @@ from typing import Any
 import click
 
 from stages.core.errors import ConfigError, DarkroomError, LockedError
-from stages.harness.config import PARAMS, STAGES, load_section, load_shared, read_params
+from stages.harness.config import (
+    CORRECT,
+    PARAMS,
+    STAGES,
+    did_you_mean,
+    load_section,
+    load_shared,
+    read_params,
+)
 from stages.harness.run import project_root, store_root
 
 
@@ -40,10 +47,9 @@ class Group(click.Group):
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             names = self.list_commands(ctx)
-            near = difflib.get_close_matches(name, names, n=1)
             raise click.UsageError(
                 f"no command is called {name!r}"
-                + (f"; did you mean {near[0]}?" if near else ".")
+                + (did_you_mean(name, names) or ".")
                 + f" The commands are {', '.join(names)}.",
                 ctx,
             )
@@ -86,9 +92,7 @@ def check_sections(params: dict[str, Any]) -> None:
         except ConfigError as error:
             problems.append(error.message)
     if problems:
-        raise ConfigError(
-            "\n  ".join(problems), remedy="correct params.yaml; docs/params.md explains every field"
-        )
+        raise ConfigError("\n  ".join(problems), remedy=CORRECT)
 
 
 @main.command("sample-data")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from stages.harness.closure import PROJECT
 from stages.harness.presets import apply_preset
@@ -42,16 +43,7 @@ class Project:
 
     def run(self, *command: str, code: int = 0, timeout: float = 900, **extra: str) -> str:
         """Run a command to its end; asserts its exit code, returns stdout and stderr together."""
-        done = subprocess.run(
-            command,
-            cwd=self.root,
-            env=self.environment(**extra),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        done = subprocess.run(command, **self._settings(extra), timeout=timeout, check=False)
         assert done.returncode == code, f"{command} ended with {done.returncode}:\n{done.stdout}"
         return done.stdout
 
@@ -61,15 +53,16 @@ class Project:
 
     def start(self, *command: str, **extra: str) -> "subprocess.Popen[str]":
         """Start a command without waiting."""
-        return subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=self.environment(**extra),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        return subprocess.Popen(command, **self._settings(extra), start_new_session=True)
+
+    def _settings(self, extra: dict[str, str]) -> dict[str, Any]:
+        return {
+            "cwd": self.root,
+            "env": self.environment(**extra),
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
 
     @property
     def lock(self) -> str:
@@ -104,8 +97,8 @@ def few_pictures(folder: Path, count: int) -> None:
     (folder / "metadata.jsonl").write_text("\n".join(kept) + "\n")
 
 
-def _copy_tracked(root: Path) -> None:
-    """Tracked files and new ones that git does not ignore; neither dvc.lock nor DVC's pointer to the pictures."""
+def project_files() -> list[str]:
+    """The project's files as git lists them, new ones that it does not ignore included; relative paths."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=PROJECT,
@@ -113,8 +106,13 @@ def _copy_tracked(root: Path) -> None:
         text=True,
         check=True,
     ).stdout
-    for name in filter(None, listed.split("\0")):
-        if name in ("dvc.lock", "data/pictures.dvc") or not (PROJECT / name).is_file():
+    return [name for name in listed.split("\0") if name and (PROJECT / name).is_file()]
+
+
+def _copy_tracked(root: Path) -> None:
+    """The project's files, without dvc.lock and DVC's pointer to the pictures."""
+    for name in project_files():
+        if name in ("dvc.lock", "data/pictures.dvc"):
             continue
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(PROJECT / name, root / name)

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,6 +18,7 @@ from stages.core.errors import ConfigError
 T = TypeVar("T")
 PARAMS = Path("params.yaml")
 STAGES = ("ingest", "base", "preprocess", "encode", "train", "evaluate", "export")
+CORRECT = "correct params.yaml; docs/params.md explains every field"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,12 @@ class SharedConfig:
     device: str  # cpu or cuda; auto would make the result depend on where it ran
     runtime: str  # native or container
     determinism: DeterminismConfig
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """`; did you mean X?` with the nearest of `known`, or nothing when none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_params(path: Path = PARAMS) -> dict[str, Any]:
@@ -80,7 +88,7 @@ def parse(value: Any, kind: type[T], *, where: str) -> T:
     if problems:
         raise ConfigError(
             "\n  ".join(f"params.yaml: {problem}" for problem in problems),
-            remedy="correct params.yaml; docs/params.md explains every field",
+            remedy=CORRECT,
         )
     return cast(T, built)
 
@@ -94,8 +102,8 @@ def _build(value: Any, kind: type[Any], where: str, problems: list[str]) -> Any:
     names = [field.name for field in dataclasses.fields(kind)]
     prefix = f"{where}." if where else ""
     for unknown in [name for name in given if name not in names]:
-        near = difflib.get_close_matches(str(unknown), [*names, *(STAGES if not where else ())], n=1)
-        problems.append(f"{prefix}{unknown} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
+        known = [*names, *(STAGES if not where else ())]
+        problems.append(f"{prefix}{unknown} is unknown{did_you_mean(str(unknown), known)}")
     built: dict[str, Any] = {}
     for name in names:
         if name not in given:

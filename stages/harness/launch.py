@@ -6,7 +6,6 @@ itself.
 """
 
 import ctypes
-import difflib
 import os
 import select
 import signal
@@ -20,7 +19,7 @@ from stages.core.determinism import environment
 from stages.core.errors import ConfigError, DarkroomError, MachineError
 from stages.core.record import read_record, recorded_folder
 from stages.harness import provenance, tracking
-from stages.harness.config import STAGES, flatten, load_shared, read_params
+from stages.harness.config import STAGES, did_you_mean, flatten, load_shared, read_params
 from stages.harness.journal import PipelineKey, begin, dvc_ancestor, end
 from stages.harness.run import describe_os_error, fail, project_root
 
@@ -66,9 +65,8 @@ def _stage_name(arguments: list[str]) -> str:
             remedy="the stages are " + ", ".join(STAGES),
         )
     if arguments[0] not in STAGES:
-        near = difflib.get_close_matches(arguments[0], STAGES, n=1)
         raise ConfigError(
-            f"no stage is called {arguments[0]!r}" + (f"; did you mean {near[0]}?" if near else ""),
+            f"no stage is called {arguments[0]!r}{did_you_mean(arguments[0], STAGES)}",
             remedy="the stages are " + ", ".join(STAGES),
         )
     return arguments[0]

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ruamel.yaml import YAML
 from stages.cli import main
 from stages.harness.closure import PROJECT
 from stages.harness.config import flatten
+from tests.project import project_files
 
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 IN_PROJECT = ("stages/", "data/embedded", "params/", "docs/", "tests/")
@@ -33,16 +33,8 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$})/-])/(?:work|root|tmp)/[\w.]+")
 
 
 def tracked() -> list[Path]:
-    """The project's files as git lists them, new ones that it does not ignore included."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    paths = [PROJECT / name for name in listed.split("\0") if name]
-    return [path for path in paths if path.is_file()]
+    """The project's files, as paths."""
+    return [PROJECT / name for name in project_files()]
 
 
 PAGES = sorted(path for path in tracked() if path.suffix == ".md")
