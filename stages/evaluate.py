@@ -12,8 +12,6 @@ and another report draws nothing. docs/evaluation.md explains each measure.
 Letters: N items, S timesteps, M drawn pictures, D width of the features.
 """
 
-import csv
-import io
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +32,8 @@ from stages.core.models.schedule import NoiseSchedule
 from stages.core.record import COMPONENTS, read_record, verified_folder
 from stages.core.shards import load_pt, read_index, shard_name
 from stages.core.sheets import png_bytes, sheet
-from stages.core.store import fingerprint, sha256_file, write_atomic, write_json
+from stages.core.store import file_digests, fingerprint, write_atomic, write_json
+from stages.core.tables import csv_bytes
 from stages.harness.run import Stage, stage_main
 
 CMMD_SCALE = 1000.0  # as Jayasumana et al. print it
@@ -93,11 +92,6 @@ def check(cfg: EvaluateConfig, heldout: int, steps: int) -> None:
         raise ConfigError(
             "\n  ".join(problems), remedy="correct params.yaml; docs/evaluation.md explains the counts"
         )
-
-
-def weights_digest(folder: Path) -> str:
-    """One sha256 over what train wrote."""
-    return fingerprint({path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()})
 
 
 def pictures_of(
@@ -210,16 +204,12 @@ def item_rows(items: list[LatentItem], measures: list[Measured]) -> list[dict[st
     return rows
 
 
-def csv_bytes(rows: list[dict[str, Any]]) -> bytes:
-    """Rows as CSV, floats with six significant digits; the first row has all columns, what others lack stays empty."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(
-            {name: significant(value) if isinstance(value, float) else value for name, value in row.items()}
-        )
-    return text.getvalue().encode()
+def rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with floats of six significant digits."""
+    return [
+        {name: significant(value) if isinstance(value, float) else value for name, value in row.items()}
+        for row in rows
+    ]
 
 
 def flat(parts: dict[str, Interval]) -> dict[str, float]:
@@ -282,7 +272,7 @@ def evaluate(cfg: EvaluateConfig, stage: Stage) -> None:
             device=device,
         )
         refuse_not_finite(losses[model], items, model)
-        digest = weights_digest(tuned) if tuned else None
+        digest = fingerprint(file_digests(tuned)) if tuned else None
         drawn[model] = pictures_of(
             drawings, base, unet, cfg, stage, base_digest=record.digest, weights=digest
         )
@@ -300,8 +290,8 @@ def evaluate(cfg: EvaluateConfig, stage: Stage) -> None:
     rows = [("held out", real), ("base", drawn["base"]), ("fine-tuned", drawn["finetuned"])]
     image = sheet([(name, pictures[:shown]) for name, pictures in rows], captions[:shown])
     write_atomic(stage.out / "sheets" / "before_after.png", png_bytes(image))
-    write_atomic(stage.out / "items.csv", csv_bytes(item_rows(items, [*measures, *bands])))
-    write_atomic(stage.out / "bands.csv", csv_bytes(band_rows(bands, cfg.confidence)))
+    write_atomic(stage.out / "items.csv", csv_bytes(rounded(item_rows(items, [*measures, *bands]))))
+    write_atomic(stage.out / "bands.csv", csv_bytes(rounded(band_rows(bands, cfg.confidence))))
     values = {
         name: {part: interval.to_json() for part, interval in parts.items()} for name, parts in found.items()
     }

@@ -31,7 +31,7 @@ from stages.core.models.trained import is_lora, load_plain_unet, load_trained_un
 from stages.core.models.vae import Vae
 from stages.core.parity import Check, Outputs, Probe
 from stages.core.record import COMPONENTS, read_record, verified_folder
-from stages.core.store import sha256_file, write_json
+from stages.core.store import file_digests, sha256_file, write_json
 from stages.core.sums import SUMS_NAME, write_sums
 from stages.harness.run import Stage, stage_main
 
@@ -62,7 +62,7 @@ def export(cfg: ExportConfig, stage: Stage) -> None:
     base = verified_folder(record, stage.root, *COMPONENTS)
     weights = stage.folder("train") / "weights"
     method = "lora" if is_lora(weights) else "full"
-    inputs = {path.name: sha256_file(path) for path in sorted(weights.iterdir())}
+    inputs = file_digests(weights)
     latents = sha256_file(stage.folder("encode") / "index.json")
     print_ = stage.fingerprint(
         base=record.digest, weights=inputs, latents=latents, config=cfg, seed=stage.shared.seed

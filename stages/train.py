@@ -10,8 +10,6 @@ Killed and started again, it continues from its last checkpoint in the store to 
 function of (seed, step), so a checkpoint is weights, optimiser, schedule, average and the curves so far.
 """
 
-import csv
-import io
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,7 +39,8 @@ from stages.core.models.unet import (
 from stages.core.record import read_record, verified_folder
 from stages.core.sampler import integers
 from stages.core.shards import load_pt, save_pt
-from stages.core.store import sha256_file, write_atomic, write_json
+from stages.core.store import file_digests, write_atomic, write_json
+from stages.core.tables import csv_bytes
 from stages.harness.run import Stage, stage_main
 
 
@@ -318,15 +317,6 @@ def record_validation(stage: Stage, row: dict[str, float]) -> None:
     stage.tracker.metrics({"train/validation_loss": row["loss"]}, step=int(row["step"]))
 
 
-def csv_bytes(rows: list[dict[str, float]], names: tuple[str, ...]) -> bytes:
-    """Rows as CSV with full-precision numbers."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
-
-
 def save_weights(unet: nn.Module, cfg: TrainConfig, folder: Path) -> None:
     """Write what was trained, in float32."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -379,7 +369,7 @@ def train(cfg: TrainConfig, stage: Stage) -> None:
     with trainer.averaged():
         save_weights(unet, cfg, stage.out / "weights")
 
-    weights = {path.name: sha256_file(path) for path in sorted((stage.out / "weights").iterdir())}
+    weights = file_digests(stage.out / "weights")
     stage.tracker.tags({f"weights.{name}": digest for name, digest in weights.items()})
     first, last = trainer.validation[0]["loss"], trainer.validation[-1]["loss"]
     write_atomic(stage.out / "loss.csv", csv_bytes(trainer.curve, _CURVE))

@@ -33,6 +33,14 @@ class Project:
         ):
             self.run(*command)
 
+    @classmethod
+    def copy_of(cls, other: "Project", root: Path) -> "Project":
+        """Another project's folder, with its store and DVC cache, at `root`."""
+        shutil.copytree(other.root, root, symlinks=True)
+        project = cls.__new__(cls)  # not through __init__, which makes a new one
+        project.root = root
+        return project
+
     def environment(self, **extra: str) -> dict[str, str]:
         """Nothing of the caller's own store, records or DVC leaks in."""
         kept = {

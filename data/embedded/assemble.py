@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image, ImageDraw
-from transformers import CLIPTextModel, CLIPTokenizer
+from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
 from data.embedded import common
 from stages.core.store import sha256_file, write_atomic, write_json
@@ -103,6 +103,9 @@ def write_pipeline_files(folder: Path) -> None:
 
 def main() -> None:
     """Finish data/embedded/tiny-sd; draw samples.png; write figures.json (losses, dB, retrieval, sizes, digests)."""
+    # Here, because train_unet draws its sheets by this module and shall not depend on `follow`.
+    from data.embedded import follow
+
     common.start()
     write_pipeline_files(common.SD)
     unet = UNet2DConditionModel.from_pretrained(common.SD / "unet", dtype=torch.float32)
@@ -110,6 +113,10 @@ def main() -> None:
     figures = {
         name: json.loads((common.WORK / f"{name}.json").read_text()) for name in ("vae", "clip", "unet")
     }
+    clip = CLIPModel.from_pretrained(common.CLIP, dtype=torch.float32)
+    pipe = pipeline(unet)
+    figures["follows"] = follow.shares(pipe, clip, pipe.tokenizer)
+    print(figures["follows"])
     files = [
         path for folder in (common.SD, common.CLIP) for path in sorted(folder.rglob("*")) if path.is_file()
     ]

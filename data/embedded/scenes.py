@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 from stages.harness.samples import sample_items
 
 SIZE = 64  # pixels, height and width
-_OVER = 4  # scenes are drawn this many times larger and averaged down
+OVER = 4  # scenes are drawn this many times larger and averaged down
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (221, 46, 58),
@@ -43,7 +43,7 @@ SHAPES = (
     *("diamond", "cross", "moon", "flower", "house", "tree"),
 )
 BACKGROUNDS = ("plain", "table", "stripes", "checks")
-_SIZES = {"small": 9.0, "": 14.0, "big": 20.0}  # half of the width, in pixels
+_SIZES = {"small": 10.0, "": 15.0, "big": 20.0}  # half of the width, in pixels
 _SIDES = {
     "": (0.0, 0.0),
     "on the left": (-12.0, 0.0),
@@ -56,34 +56,39 @@ T = TypeVar("T")
 Colour = tuple[int, int, int]
 
 
-def scene(seed: int, index: int) -> tuple[Image.Image, str]:
-    """Scene `index`: (64x64 RGB picture, caption such as "a small red ball on a blue table, on the left")."""
+def scene(seed: int, index: int, alike: int = 1) -> tuple[Image.Image, str]:
+    """Scene `index`: (64x64 RGB picture, caption such as "a small red ball on a blue table, on the left").
+
+    alike: so many neighbours share background and colours, and differ in shape, size, place and number alone.
+    """
     # random() is promised to be the same in every Python version; choice() and randint() are not.
+    shared = random.Random(f"darkroom colours {seed} {index // alike}")
+    background = pick(shared, BACKGROUNDS)
+    ground = "white" if background == "plain" and shared.random() < 0.3 else pick(shared, list(COLOURS))
+    free = [name for name in COLOURS if name != ground]
+    colours = pick(shared, free), pick(shared, free)
     rng = random.Random(f"darkroom scene {seed} {index}")
-    background = _pick(rng, BACKGROUNDS)
-    ground = "white" if background == "plain" and rng.random() < 0.3 else _pick(rng, list(COLOURS))
-    picture = Image.new("RGB", (SIZE * _OVER, SIZE * _OVER))
+    picture = Image.new("RGB", (SIZE * OVER, SIZE * OVER))
     pen = ImageDraw.Draw(picture)
     where = _draw_background(pen, rng, background, ground)
-    free = [name for name in COLOURS if name != ground]
     if rng.random() < 0.2:
         names: list[str] = []
-        for x in (18.0, 46.0):
-            colour, shape = _pick(rng, free), _pick(rng, SHAPES)
+        for colour, x in zip(colours, (18.0, 46.0), strict=True):
+            shape = pick(rng, SHAPES)
             y = 40.0 if background == "table" else 32.0
-            _draw_shape(pen, shape, _near(rng, colour), x + _jitter(rng), y + _jitter(rng), 11.0)
-            names.append(f"{_article(colour)} {shape}")
+            draw_shape(pen, shape, near(rng, colour), x + _jitter(rng), y + _jitter(rng), 12.0)
+            names.append(f"{article(colour)} {shape}")
         caption = f"{names[0]} and {names[1]}"
         side = ""
     else:
-        colour, shape, size = _pick(rng, free), _pick(rng, SHAPES), _pick(rng, list(_SIZES))
+        colour, shape, size = colours[0], pick(rng, SHAPES), pick(rng, list(_SIZES))
         sides = list(_SIDES)[:3] if background == "table" else list(_SIDES)
-        side = "" if rng.random() < 0.4 else _pick(rng, sides[1:])
+        side = "" if rng.random() < 0.4 else pick(rng, sides[1:])
         dx, dy = _SIDES[side]
         radius = _SIZES[size] * (0.95 + 0.1 * rng.random())
         y = 52.0 - radius if background == "table" else 32.0 + dy
-        _draw_shape(pen, shape, _near(rng, colour), 32.0 + dx + _jitter(rng), y + _jitter(rng), radius)
-        caption = f"{_article(' '.join(filter(None, (size, colour))))} {shape}"
+        draw_shape(pen, shape, near(rng, colour), 32.0 + dx + _jitter(rng), y + _jitter(rng), radius)
+        caption = f"{article(' '.join(filter(None, (size, colour))))} {shape}"
     if rng.random() < 0.9:  # the others name the object alone
         caption += f" {where}" + (f", {side}" if side else "")
     return picture.resize((SIZE, SIZE), Image.Resampling.BOX), caption
@@ -115,7 +120,7 @@ def emoji_items() -> list[tuple[Path, str]]:
         if hashlib.sha256(picture.read_bytes()).hexdigest() not in samples:
             words = name.lower().replace("_", " ").replace("’", "'")
             plural = words.endswith("s") and not words.endswith(("ss", "us")) and " with " not in words
-            items.append((picture, words if plural else _article(words)))
+            items.append((picture, words if plural else article(words)))
     return items
 
 
@@ -135,7 +140,7 @@ def emoji_picture(graphic: Image.Image, seed: int, index: int, variant: int) -> 
     rng = random.Random(f"darkroom emoji {seed} {index} {variant}")
     if variant == 0:
         return compose(graphic, WHITE)
-    colour = WHITE if rng.random() < 0.5 else _near(rng, _pick(rng, list(COLOURS)), spread=60.0)
+    colour = WHITE if rng.random() < 0.5 else near(rng, pick(rng, list(COLOURS)), spread=60.0)
     side = 44 + int(21 * rng.random())
     room = (SIZE - side) / 2
     shift = (round(room * (2 * rng.random() - 1)), round(room * (2 * rng.random() - 1)))
@@ -144,15 +149,15 @@ def emoji_picture(graphic: Image.Image, seed: int, index: int, variant: int) -> 
 
 def _draw_background(pen: ImageDraw.ImageDraw, rng: random.Random, kind: str, ground: str) -> str:
     """Fill the picture; return the words for it."""
-    fill = WHITE if ground == "white" else _near(rng, ground)
-    everything = SIZE * _OVER
+    fill = WHITE if ground == "white" else near(rng, ground)
+    everything = SIZE * OVER
     if kind == "plain":
         pen.rectangle((0, 0, everything, everything), fill)
-        return f"on {_article(f'plain {ground} background')}"
+        return f"on {article(f'plain {ground} background')}"
     if kind == "table":
-        pen.rectangle((0, 0, everything, everything), _near(rng, "wall"))
-        pen.rectangle((0, 42 * _OVER, everything, everything), fill)
-        return f"on {_article(ground)} table"
+        pen.rectangle((0, 0, everything, everything), near(rng, "wall"))
+        pen.rectangle((0, 42 * OVER, everything, everything), fill)
+        return f"on {article(ground)} table"
     pen.rectangle((0, 0, everything, everything), WHITE)
     side = 8 if kind == "stripes" else 16
     for column in range(SIZE // side):
@@ -160,18 +165,16 @@ def _draw_background(pen: ImageDraw.ImageDraw, rng: random.Random, kind: str, gr
             if (column + row) % 2 == 0:
                 bottom = SIZE if kind == "stripes" else (row + 1) * side
                 corners = (column * side, row * side, (column + 1) * side, bottom)
-                left, top, right, low = (value * _OVER for value in corners)
+                left, top, right, low = (value * OVER for value in corners)
                 pen.rectangle((left, top, right - 1, low - 1), fill)
     return f"on {ground} {kind}"
 
 
-def _draw_shape(
-    pen: ImageDraw.ImageDraw, shape: str, fill: Colour, x: float, y: float, radius: float
-) -> None:
+def draw_shape(pen: ImageDraw.ImageDraw, shape: str, fill: Colour, x: float, y: float, radius: float) -> None:
     """Draw `shape` centred on (x, y), in pixels of the small picture."""
 
     def at(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        return [((x + radius * u) * _OVER, (y + radius * v) * _OVER) for u, v in points]
+        return [((x + radius * u) * OVER, (y + radius * v) * OVER) for u, v in points]
 
     def polygon(points: Sequence[tuple[float, float]], colour: Colour = fill) -> None:
         pen.polygon(at(points), colour)
@@ -197,7 +200,7 @@ def _draw_shape(
         polygon([(-0.97, -0.1), (0.97, -0.1), (0, 1.05)])
     elif shape == "ring":
         outer = at([(-1, -1), (1, 1)])
-        pen.ellipse((*outer[0], *outer[1]), outline=fill, width=round(0.42 * radius * _OVER))
+        pen.ellipse((*outer[0], *outer[1]), outline=fill, width=round(0.42 * radius * OVER))
     elif shape == "cross":
         polygon([(-0.35, -1), (0.35, -1), (0.35, 1), (-0.35, 1)])
         polygon([(-1, -0.35), (1, -0.35), (1, 0.35), (-1, 0.35)])
@@ -231,7 +234,7 @@ def _polar(fifths: float, radius: float) -> tuple[float, float]:
     return radius * math.cos(angle), radius * math.sin(angle)
 
 
-def _pick(rng: random.Random, values: Sequence[T]) -> T:
+def pick(rng: random.Random, values: Sequence[T]) -> T:
     return values[int(rng.random() * len(values))]
 
 
@@ -239,7 +242,7 @@ def _jitter(rng: random.Random) -> float:
     return 4.0 * rng.random() - 2.0
 
 
-def _near(rng: random.Random, name: str, spread: float = 20.0) -> Colour:
+def near(rng: random.Random, name: str, spread: float = 20.0) -> Colour:
     """The named colour, moved by up to half of `spread` per channel."""
     red, green, blue = (
         min(255, max(0, round(value + spread * (rng.random() - 0.5))))
@@ -248,5 +251,5 @@ def _near(rng: random.Random, name: str, spread: float = 20.0) -> Colour:
     return red, green, blue
 
 
-def _article(words: str) -> str:
+def article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' and not words.startswith(('uni', 'one-')) else 'a'} {words}"

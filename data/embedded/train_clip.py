@@ -1,10 +1,12 @@
 """A tiny CLIP: its text tower conditions the U-Net, both towers together judge pictures (CLIP score, distances).
 
-Half of every batch is scenes, half emoji outside the sample subset, so that it knows emoji but not these. Both
-towers learn together first; then the text tower is frozen and written as the pipeline's text encoder, so that the
-U-Net can be trained on it while the vision tower goes on alone, towards the frozen texts.
+A batch has scenes, drawn faces, and emoji outside the sample subset, so that it knows emoji but not these. The scenes
+come in groups that share background and colours: to tell them apart both towers must learn shape, size and place,
+where at random the colours alone would do. Both towers learn together first; then the text tower is frozen and
+written as the pipeline's text encoder, so that the U-Net can be trained on it while the vision tower goes on alone,
+towards the frozen texts.
 
-Legend: B pictures, C channels, H W pixels, L tokens.
+Legend: B pictures, A alike, C channels, H W pixels, L tokens.
 """
 
 import copy
@@ -15,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import CLIPConfig, CLIPModel, CLIPTextModel, CLIPTokenizer
 
-from data.embedded import common, scenes
+from data.embedded import common, faces, scenes
 from stages.core.store import write_atomic, write_json
 
 _HELD_OUT = 20  # every 20th emoji is kept out of training
+_CHECKED = 256  # scenes and faces that are drawn besides, to measure on
 
 
 def build(tokenizer: CLIPTokenizer) -> CLIPModel:
@@ -85,15 +88,26 @@ def retrieval(scores_BB: Tensor) -> dict[str, float]:
     }
 
 
+def among_alike(scores_BB: Tensor, alike: int) -> float:
+    """How often a scene's own caption is the best of its group's, where neighbours differ in shape, size, place alone."""
+    own_BA = torch.arange(len(scores_BB))[:, None] // alike * alike + torch.arange(alike)
+    best_B = scores_BB.gather(1, own_BA).amax(1)
+    return round(float((scores_BB.diagonal() >= best_B).float().mean()), 4)
+
+
 def main() -> None:
     """Train, write data/embedded/tiny-clip and data/embedded/tiny-sd/text_encoder."""
     params = common.start()
     seed, section = params["seed"], params["clip"]
     tokenizer = CLIPTokenizer.from_pretrained(common.SD / "tokenizer")
-    count, half = section["scenes"], section["batch"] // 2
-    drawn = [scenes.scene(seed, index) for index in range(count + 256)]
+    count, alike = section["scenes"], section["alike"]
+    drawn = [scenes.scene(seed, index, alike) for index in range(count + _CHECKED)]
     scenes_BCHW = common.stack(picture for picture, _ in drawn)
     scene_ids_BL = tokens(tokenizer, [caption for _, caption in drawn])
+    face_count = section["faces"]
+    drawn = [faces.face(seed, index) for index in range(face_count + _CHECKED)]
+    faces_BCHW = common.stack(picture for picture, _ in drawn)
+    face_ids_BL = tokens(tokenizer, [caption for _, caption in drawn])
     emoji_NVCHW, captions = emoji(seed, section["emoji_variants"])
     emoji_ids_BL = tokens(tokenizer, captions)
     learnt = torch.tensor([index for index in range(len(captions)) if index % _HELD_OUT])
@@ -103,6 +117,7 @@ def main() -> None:
     sample_pictures = common.stack(scenes.compose(Image.open(path), scenes.WHITE) for path, _, _ in samples)
     checks = {
         "scenes": (scenes_BCHW[count:], scene_ids_BL[count:]),
+        "faces": (faces_BCHW[face_count:], face_ids_BL[face_count:]),
         "emoji": (emoji_NVCHW[::_HELD_OUT, 0], emoji_ids_BL[::_HELD_OUT]),
         "samples": (sample_pictures, tokens(tokenizer, [caption for _, _, caption in samples])),
         "emoji_learnt": (emoji_NVCHW[learnt[::5], 0], emoji_ids_BL[learnt[::5]]),
@@ -118,6 +133,8 @@ def main() -> None:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
+    emoji_batch = section["emoji_batch"]
+    groups_per_batch = section["scene_batch"] // alike
     both_steps, steps = section["steps"], section["steps"] + section["vision_steps"]
 
     def rate(step: int) -> float:
@@ -134,14 +151,16 @@ def main() -> None:
             clip.text_model.requires_grad_(False)
             clip.text_projection.requires_grad_(False)
         random = common.generator(seed, "clip", step)
-        scene_B = common.order(seed, "clip scenes", count, half, step)
-        emoji_B = learnt[common.order(seed, "clip emoji", len(learnt), half, step)]
-        variant_B = torch.randint(0, emoji_NVCHW.shape[1], (half,), generator=random)
-        faces_BCHW = emoji_NVCHW[emoji_B, variant_B]
-        flip_B = (torch.rand(half, generator=random) < 0.5) & turns[emoji_B]
-        faces_BCHW = torch.where(flip_B[:, None, None, None], faces_BCHW.flip(3), faces_BCHW)
-        pictures = common.to_float(torch.cat((scenes_BCHW[scene_B], faces_BCHW)))
-        ids_BL = torch.cat((scene_ids_BL[scene_B], emoji_ids_BL[emoji_B]))
+        groups_B = common.order(seed, "clip scenes", count // alike, groups_per_batch, step)
+        scene_B = (groups_B[:, None] * alike + torch.arange(alike)).flatten()
+        face_B = common.order(seed, "clip faces", face_count, section["face_batch"], step)
+        emoji_B = learnt[common.order(seed, "clip emoji", len(learnt), emoji_batch, step)]
+        variant_B = torch.randint(0, emoji_NVCHW.shape[1], (emoji_batch,), generator=random)
+        emoji_BCHW = emoji_NVCHW[emoji_B, variant_B]
+        flip_B = (torch.rand(emoji_batch, generator=random) < 0.5) & turns[emoji_B]
+        emoji_BCHW = torch.where(flip_B[:, None, None, None], emoji_BCHW.flip(3), emoji_BCHW)
+        pictures = common.to_float(torch.cat((scenes_BCHW[scene_B], faces_BCHW[face_B], emoji_BCHW)))
+        ids_BL = torch.cat((scene_ids_BL[scene_B], face_ids_BL[face_B], emoji_ids_BL[emoji_B]))
         # Texts see only what is before them, and end at their first end token: the padding may go.
         ids_BL = ids_BL[:, : int((ids_BL != tokenizer.pad_token_id).sum(1).max()) + 1]
         with torch.no_grad():
@@ -155,11 +174,20 @@ def main() -> None:
         )
         return both / 2
 
+    def measure(model: CLIPModel) -> dict[str, dict[str, float]]:
+        figures: dict[str, dict[str, float]] = {}
+        for kind, check in checks.items():
+            scores_BB = similarities(model, *check)
+            figures[kind] = retrieval(scores_BB)
+            if kind == "scenes":
+                figures[kind][f"best of {alike} alike"] = among_alike(scores_BB, alike)
+        return figures
+
     def report(step: int) -> None:
         if step == both_steps:
             write(copy.deepcopy(clip))
-        for kind, (batch, ids) in checks.items():
-            print(" ", kind, retrieval(similarities(clip, batch, ids)), flush=True)
+        for kind, figures in measure(clip).items():
+            print(" ", kind, figures, flush=True)
 
     log = common.train(
         common.Checkpoint("clip", {"seed": seed, "clip": section}),
@@ -173,7 +201,7 @@ def main() -> None:
     )
     write(clip)
     half_precision = CLIPModel.from_pretrained(common.CLIP, dtype=torch.float32)
-    figures = {kind: retrieval(similarities(half_precision, *check)) for kind, check in checks.items()}
+    figures = measure(half_precision)
     common.record("clip", {"retrieval": figures, "loss": log})
     print(figures)
 

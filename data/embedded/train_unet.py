@@ -60,7 +60,7 @@ def conditions(seed: int, count: int) -> dict[str, Tensor]:
 
 def main() -> None:
     """Train, write data/embedded/tiny-sd/unet."""
-    params = common.start()
+    params = common.start("unet")
     seed, section = params["seed"], params["unet"]
     count, batch = section["scenes"], section["batch"]
     key = f"{seed} {count}"
@@ -81,7 +81,7 @@ def main() -> None:
     average = copy.deepcopy(unet).requires_grad_(False)
     optimizer = torch.optim.AdamW(unet.parameters(), weight_decay=0.01, betas=(0.9, 0.99))
 
-    cooldown_start = section["steps"] - section["cooldown_steps"]
+    lean_start = section["steps"] - section["lean_steps"]
 
     def step_loss(step: int) -> Tensor:
         random = common.generator(seed, "unet", step)
@@ -92,7 +92,7 @@ def main() -> None:
         # One time from each of `batch` equal slices: the same mean, less variance.
         even_B = (torch.arange(batch) + torch.rand(batch, generator=random)) / batch
         # Late, high noise is drawn more often (density rising with time): there the caption decides what is drawn.
-        time_B = (1000 * (even_B.sqrt() if step >= cooldown_start else even_B)).long().clamp(max=999)
+        time_B = (1000 * (even_B.sqrt() if step >= lean_start else even_B)).long().clamp(max=999)
         noise_BChw = torch.randn(clean_BChw.shape, generator=random)
         signal_B, sigma_B = signal_T[time_B, None, None, None], noise_T[time_B, None, None, None]
         noisy_BChw = signal_B * clean_BChw + sigma_B * noise_BChw
@@ -102,11 +102,7 @@ def main() -> None:
         return (predicted_BChw - velocity_BChw).square().mean()
 
     def rate(step: int) -> float:
-        if step < cooldown_start:
-            return common.learning_rate(
-                section["learning_rate"], step, section["warmup"], section["decay_steps"]
-            )
-        return section["cooldown_learning_rate"] * (section["steps"] - step) / section["cooldown_steps"]
+        return common.learning_rate(section["learning_rate"], step, section["warmup"], section["steps"])
 
     def preliminary(step: int) -> None:
         if step % section["snapshot_every"] == 0:

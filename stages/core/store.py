@@ -84,6 +84,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file right in `folder`, by name and in the order of the names."""
+    return {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
 def fingerprint(parts: dict[str, Any]) -> str:
     """sha256 over the sorted JSON of `parts`: everything that the work depends on; 64 hex digits."""
     return sha256_bytes(json.dumps(parts, sort_keys=True, allow_nan=False).encode())

@@ -1,6 +1,5 @@
 """One finished micro pipeline for all tests of this folder; each test works in a copy of it."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,9 +23,6 @@ def copy(finished: Project, tmp_path: Path) -> Callable[[], Project]:
     """Makes copies of the finished project, with its store and DVC cache."""
 
     def make() -> Project:
-        project = object.__new__(Project)
-        project.root = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
-        shutil.copytree(finished.root, project.root, symlinks=True)
-        return project
+        return Project.copy_of(finished, tmp_path / f"copy-{len(list(tmp_path.iterdir()))}")
 
     return make

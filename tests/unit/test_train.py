@@ -35,7 +35,6 @@ from stages.train import (
     Trainer,
     ValidationConfig,
     check,
-    csv_bytes,
     train,
 )
 from tests.tiny import TEXT_LIMIT, make_tiny_base, write_record
@@ -427,11 +426,6 @@ def test_fp16_on_a_cpu_is_refused_before_the_weights_are_looked_at(workspace: Pa
     shutil.rmtree(workspace / "tiny-sd")
     with pytest.raises(ConfigError, match="fp16 on a CPU; set no or bf16"):
         train(replace(CONFIG, mixed_precision="fp16"), stage_in(workspace))
-
-
-def test_csv_has_full_precision() -> None:
-    rows = [{"step": 1, "loss": 0.1 + 0.2}]
-    assert csv_bytes(rows, ("step", "loss")) == b"step,loss\n1,0.30000000000000004\n"
 
 
 def test_every_schedule_that_check_allows_is_known_to_diffusers(workspace: Path) -> None:

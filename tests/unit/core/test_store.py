@@ -12,7 +12,15 @@ import pytest
 
 from stages.core import store
 from stages.core.errors import LockedError, StoreError
-from stages.core.store import Store, fingerprint, sha256_bytes, sha256_file, write_atomic, write_json
+from stages.core.store import (
+    Store,
+    file_digests,
+    fingerprint,
+    sha256_bytes,
+    sha256_file,
+    write_atomic,
+    write_json,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -112,6 +120,13 @@ def test_sha256(tmp_path: Path) -> None:
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, "abc"
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_bytes(b"abc") == sha256_file(tmp_path / "a") == expected
+
+
+def test_file_digests_are_by_name_and_leave_folders_out(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "b").write_bytes(b"abc")
+    (tmp_path / "a").write_bytes(b"")
+    assert list(file_digests(tmp_path).items()) == [("a", sha256_bytes(b"")), ("b", sha256_bytes(b"abc"))]
 
 
 def test_fingerprint_is_of_every_part_and_of_no_order() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
-from data.embedded import assemble, common, scenes, train_clip, train_vae
+from data.embedded import assemble, common, follow, scenes, train_clip, train_vae
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +122,52 @@ def test_the_clip_tells_sample_captions_apart() -> None:
         "pixel_values"
     ]
     assert torch.allclose(processed, common.to_float(common.stack(pictures[:4])), atol=1e-6)
+
+
+def test_the_clip_tells_alike_scenes_apart() -> None:
+    clip = CLIPModel.from_pretrained(common.CLIP, dtype=torch.float32, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(common.CLIP, local_files_only=True)
+    drawn = [scenes.scene(77, index, alike=8) for index in range(64)]
+    ids = train_clip.tokens(tokenizer, [caption for _, caption in drawn])
+    scores = train_clip.similarities(clip, common.stack(picture for picture, _ in drawn), ids)
+    assert train_clip.among_alike(scores, 8) > 0.8  # by chance 0.125
+
+
+@pytest.mark.parametrize(
+    ("other", "least"),
+    [
+        ("a small red ball on a blue table, on the right", 0.15),  # measured 0.19; 0.07 without scenes alike
+        ("a small red star on a blue table, on the left", 0.6),  # 0.73; 0.25
+        ("a small green ball on a blue table, on the left", 0.6),  # 0.89
+        ("a big red ball on a blue table, on the left", 0.6),  # 1.19
+        ("a small red ball on blue checks, on the left", 0.25),  # 0.34
+    ],
+)
+def test_one_word_changes_the_text_states(other: str, least: float) -> None:
+    pipe = StableDiffusionPipeline.from_pretrained(common.SD, dtype=torch.float32, local_files_only=True)
+    ids = train_clip.tokens(pipe.tokenizer, ["a small red ball on a blue table, on the left", other])
+    with torch.no_grad():
+        one, two = pipe.text_encoder(ids).last_hidden_state
+    assert float((two - one).norm() / one.norm()) > least
+
+
+def test_an_only_scene_is_the_best_of_its_group() -> None:
+    scores = torch.tensor(
+        [[0.9, 0.1, 1.0, 1.0], [0.8, 0.2, 0.0, 0.0], [1.0, 0.0, 0.5, 0.4], [0.0, 0.0, 0.6, 0.7]]
+    )
+    assert train_clip.among_alike(scores, 2) == 0.75  # the second prefers the first's caption
+
+
+@pytest.mark.slow
+def test_drawings_follow_their_prompts() -> None:
+    pipe = StableDiffusionPipeline.from_pretrained(common.SD, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    clip = CLIPModel.from_pretrained(common.CLIP, dtype=torch.float32, local_files_only=True)
+    stated = json.loads((common.HERE / "figures.json").read_text())["follows"]
+    found = follow.shares(pipe, clip, pipe.tokenizer)
+    # Other CPUs round otherwise, and a picture between two captions may fall to the other side.
+    assert found == pytest.approx(stated, abs=0.06)
+    assert stated == {"shape": 0.306, "colour": 0.972, "background": 0.583, "place": 0.333, "size": 1.0}
 
 
 def test_scheduler_is_the_one_of_training() -> None:

@@ -1,0 +1,53 @@
+"""The faces that CLIP learns from are the same on every machine, and say what they show."""
+
+import hashlib
+
+import pytest
+
+from data.embedded import faces
+
+
+@pytest.mark.parametrize(
+    ("index", "digest", "caption"),
+    [
+        (0, "3693a486e293c2cb", "a purple smiling face with sunglasses"),
+        (1, "66966ed38f931f7e", "a blue face with closed eyes, an open mouth and sweat"),
+        (7, "1f6d744cb12052b7", "a face with an open mouth"),
+        (12, "b223616d48b73c3a", "a face without a mouth with closed eyes"),
+    ],
+)
+def test_faces_are_golden(index: int, digest: str, caption: str) -> None:
+    picture, words = faces.face(20261201, index)
+    assert picture.mode == "RGB"
+    assert picture.size == (64, 64)
+    assert (hashlib.sha256(picture.tobytes()).hexdigest()[:16], words) == (digest, caption)
+
+
+def test_every_part_appears_in_words() -> None:
+    captions = " | ".join(faces.face(3, index)[1] for index in range(800))
+    for part in ("smiling face", "grinning", "frowning", "neutral", "an open mouth", "its tongue out"):
+        assert part in captions
+    for part in ("smiling eyes", "heart-eyes", "star eyes", "closed eyes", "crossed-out eyes", "big eyes"):
+        assert part in captions
+    for part in (
+        "sunglasses",
+        "with glasses",
+        "a tear",
+        "sweat",
+        "a halo",
+        "a hat",
+        "horns",
+        "green",
+        "blue",
+    ):
+        assert part in captions
+    assert "without a mouth" in captions
+
+
+def test_a_part_changes_the_picture() -> None:
+    drawn: dict[str, set[bytes]] = {}
+    for index in range(400):
+        picture, caption = faces.face(9, index)
+        drawn.setdefault(caption, set()).add(picture.tobytes())
+    pictures = [picture for group in drawn.values() for picture in group]
+    assert len(pictures) == len(set(pictures)) == 400
