@@ -56,15 +56,9 @@ def pipeline(unet: UNet2DConditionModel) -> StableDiffusionPipeline:
     return pipe
 
 
-def sheet_of(unet: UNet2DConditionModel, path: Path, repeats: int = 2) -> None:
-    """Draw every prompt `repeats` times (25 steps, guidance 4, fixed noise) and save one PNG, captions below."""
-    pipe = pipeline(unet)
-    drawn: list[Image.Image] = []
-    for first in range(repeats):
-        noise = [torch.Generator().manual_seed(1000 * first + index) for index in range(len(PROMPTS))]
-        drawn += pipe(
-            list(PROMPTS), height=64, width=64, num_inference_steps=25, guidance_scale=4.0, generator=noise
-        ).images
+def sheet_of(pipe: StableDiffusionPipeline, path: Path, repeats: int = 2) -> None:
+    """Draw every prompt `repeats` times, each with a noise of its own, and save one PNG, captions below."""
+    drawn = [picture for repeat in range(repeats) for picture in common.draw(pipe, PROMPTS, 1000 * repeat)]
     columns, cell, line = 4, 128, 26
     rows = -(-len(PROMPTS) // columns)
     sheet = Image.new("RGB", (columns * (cell * repeats + 8), rows * (cell + line)), "white")
@@ -108,13 +102,12 @@ def main() -> None:
 
     common.start()
     write_pipeline_files(common.SD)
-    unet = UNet2DConditionModel.from_pretrained(common.SD / "unet", dtype=torch.float32)
-    sheet_of(unet, common.HERE / "samples.png")
+    pipe = pipeline(UNet2DConditionModel.from_pretrained(common.SD / "unet", dtype=torch.float32))
+    sheet_of(pipe, common.HERE / "samples.png")
     figures = {
         name: json.loads((common.WORK / f"{name}.json").read_text()) for name in ("vae", "clip", "unet")
     }
     clip = CLIPModel.from_pretrained(common.CLIP, dtype=torch.float32)
-    pipe = pipeline(unet)
     figures["follows"] = follow.shares(pipe, clip, pipe.tokenizer)
     print(figures["follows"])
     files = [

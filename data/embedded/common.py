@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stages.core import determinism
 from stages.core.safetensors_io import canonicalise
-from stages.core.store import sha256_file, write_atomic
+from stages.core.store import file_digests, write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "data" / "embedded"
@@ -39,7 +39,7 @@ def start(part: str = "") -> dict[str, Any]:
     """
     params: dict[str, Any] = yaml.safe_load((HERE / "params.yaml").read_text())
     threads = params.get(part, {}).get("threads", params["determinism"]["threads"])
-    config = determinism.DeterminismConfig(mode=params["determinism"]["mode"], threads=threads)
+    config = determinism.DeterminismConfig(**params["determinism"] | {"threads": threads})
     # A second thread that waits spinning takes the core from whatever else runs: a step took 1.12 s, not 0.73.
     wanted = determinism.environment(config) | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
@@ -171,7 +171,15 @@ def kept(name: str, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str
 
 def digests(part: str) -> list[str]:
     """sha256 of the files of one part of tiny-sd, in the order of their names."""
-    return [sha256_file(path) for path in sorted((SD / part).iterdir())]
+    return list(file_digests(SD / part).values())
+
+
+def draw(pipe: Any, prompts: Sequence[str], first_seed: int) -> list[Image.Image]:
+    """One 64x64 RGB picture for each prompt: 25 steps, guidance 4, noise of seed `first_seed` plus the prompt's place."""
+    noise = [torch.Generator().manual_seed(first_seed + index) for index in range(len(prompts))]
+    return pipe(
+        list(prompts), height=64, width=64, num_inference_steps=25, guidance_scale=4.0, generator=noise
+    ).images
 
 
 def record(name: str, figures: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ are 64x64 RGB, uint8.
 """
 
 import random
-from collections.abc import Callable
 
 from PIL import Image, ImageDraw
 
@@ -18,7 +17,7 @@ _RED: Colour = (221, 46, 68)
 _BLUE: Colour = (93, 173, 236)
 _BLACK: Colour = (41, 47, 51)
 
-# What is in a caption as an adjective stands before "face", what is not stands after "with".
+# Captions: the first four mouths stand before "face" as adjectives, everything else after it.
 _EYES = ("", "", "smiling eyes", "heart-eyes", "star eyes", "closed eyes", "crossed-out eyes", "big eyes")
 _GLASSES = ("sunglasses", "glasses")
 _MOUTHS = ("smiling", "grinning", "frowning", "neutral", "open mouth", "tongue", "no mouth")
@@ -36,21 +35,23 @@ class _Pen:
     def _at(self, *points: tuple[float, float]) -> list[tuple[float, float]]:
         return [((self._x + self._radius * u) * OVER, (self._y + self._radius * v) * OVER) for u, v in points]
 
+    def _box(self, u: float, v: float, width: float, height: float) -> list[tuple[float, float]]:
+        """Around (u, v), `width` and `height` to each side."""
+        return self._at((u - width, v - height), (u + width, v + height))
+
     def oval(self, u: float, v: float, width: float, height: float, colour: Colour) -> None:
-        self._pen.ellipse([*self._at((u - width, v - height), (u + width, v + height))], colour)
+        self._pen.ellipse(self._box(u, v, width, height), colour)
 
     def outline(self, u: float, v: float, width: float, height: float, colour: Colour) -> None:
-        box = self._at((u - width, v - height), (u + width, v + height))
-        self._pen.ellipse([*box], outline=colour, width=self._width)
+        self._pen.ellipse(self._box(u, v, width, height), outline=colour, width=self._width)
 
     def half(self, u: float, v: float, width: float, height: float, colour: Colour) -> None:
         """The lower half of an oval."""
-        self._pen.pieslice([*self._at((u - width, v - height), (u + width, v + height))], 0, 180, colour)
+        self._pen.pieslice(self._box(u, v, width, height), 0, 180, colour)
 
     def arc(self, u: float, v: float, width: float, height: float, *, up: bool) -> None:
         first = 180 if up else 0
-        box = self._at((u - width, v - height), (u + width, v + height))
-        self._pen.arc([*box], first, first + 180, _BROWN, self._width)
+        self._pen.arc(self._box(u, v, width, height), first, first + 180, _BROWN, self._width)
 
     def line(self, *points: tuple[float, float], colour: Colour = _BROWN) -> None:
         self._pen.line(self._at(*points), colour, self._width)
@@ -59,8 +60,8 @@ class _Pen:
         self._pen.polygon(self._at(*points), colour)
 
     def shape(self, name: str, u: float, v: float, size: float, colour: Colour) -> None:
-        (x, y), radius = self._at((u, v))[0], self._radius * size
-        draw_shape(self._pen, name, colour, x / OVER, y / OVER, radius)
+        x, y = self._x + self._radius * u, self._y + self._radius * v
+        draw_shape(self._pen, name, colour, x, y, self._radius * size)
 
 
 def face(seed: int, index: int) -> tuple[Image.Image, str]:
@@ -82,8 +83,8 @@ def face(seed: int, index: int) -> tuple[Image.Image, str]:
         pen.line((-0.85, -0.3), (0.85, -0.3), colour=_BLACK)
     _draw_mouth(pen, mouth)
     _draw_more(pen, more)
-    adjective = mouth if mouth in ("smiling", "grinning", "frowning", "neutral") else ""
-    named = {"open mouth": "an open mouth", "tongue": "its tongue out", "no mouth": ""}.get(mouth, "")
+    adjective = mouth if mouth in _MOUTHS[:4] else ""
+    named = {"open mouth": "an open mouth", "tongue": "its tongue out"}.get(mouth, "")
     things = [thing for thing in (eyes, named, more) if thing]
     words = " ".join(filter(None, ("" if head == "yellow" else head, adjective, "face")))
     caption = article(words) + (" without a mouth" if mouth == "no mouth" else "")
@@ -94,16 +95,18 @@ def face(seed: int, index: int) -> tuple[Image.Image, str]:
 
 def _draw_eye(pen: _Pen, eyes: str, u: float) -> None:
     v = -0.2
-    draw: dict[str, Callable[[], None]] = {
-        "": lambda: pen.oval(u, v, 0.11, 0.16, _BROWN),
-        "smiling eyes": lambda: pen.arc(u, v + 0.1, 0.17, 0.2, up=True),
-        "closed eyes": lambda: pen.arc(u, v - 0.1, 0.17, 0.2, up=False),
-        "heart-eyes": lambda: pen.shape("heart", u, v, 0.3, _RED),
-        "star eyes": lambda: pen.shape("star", u, v, 0.3, _RED),
-        "sunglasses": lambda: pen.oval(u, v, 0.33, 0.25, _BLACK),
-    }
-    if eyes in draw:
-        draw[eyes]()
+    if eyes == "":
+        pen.oval(u, v, 0.11, 0.16, _BROWN)
+    elif eyes == "smiling eyes":
+        pen.arc(u, v + 0.1, 0.17, 0.2, up=True)
+    elif eyes == "closed eyes":
+        pen.arc(u, v - 0.1, 0.17, 0.2, up=False)
+    elif eyes == "heart-eyes":
+        pen.shape("heart", u, v, 0.3, _RED)
+    elif eyes == "star eyes":
+        pen.shape("star", u, v, 0.3, _RED)
+    elif eyes == "sunglasses":
+        pen.oval(u, v, 0.33, 0.25, _BLACK)
     elif eyes == "crossed-out eyes":
         for sign in (-1, 1):
             pen.line((u - 0.16, v - 0.16 * sign), (u + 0.16, v + 0.16 * sign))

@@ -44,7 +44,7 @@ SHAPES = (
 )
 BACKGROUNDS = ("plain", "table", "stripes", "checks")
 _SIZES = {"small": 10.0, "": 15.0, "big": 20.0}  # half of the width, in pixels
-_SIDES = {
+SIDES = {
     "": (0.0, 0.0),
     "on the left": (-12.0, 0.0),
     "on the right": (12.0, 0.0),
@@ -82,9 +82,9 @@ def scene(seed: int, index: int, alike: int = 1) -> tuple[Image.Image, str]:
         side = ""
     else:
         colour, shape, size = colours[0], pick(rng, SHAPES), pick(rng, list(_SIZES))
-        sides = list(_SIDES)[:3] if background == "table" else list(_SIDES)
+        sides = list(SIDES)[:3] if background == "table" else list(SIDES)
         side = "" if rng.random() < 0.4 else pick(rng, sides[1:])
-        dx, dy = _SIDES[side]
+        dx, dy = SIDES[side]
         radius = _SIZES[size] * (0.95 + 0.1 * rng.random())
         y = 52.0 - radius if background == "table" else 32.0 + dy
         draw_shape(pen, shape, near(rng, colour), 32.0 + dx + _jitter(rng), y + _jitter(rng), radius)

@@ -106,7 +106,7 @@ def main() -> None:
 
     def preliminary(step: int) -> None:
         if step % section["snapshot_every"] == 0:
-            assemble.sheet_of(average, common.WORK / "sheets" / f"{step:06d}.png")
+            assemble.sheet_of(assemble.pipeline(average), common.WORK / "sheets" / f"{step:06d}.png")
 
     log = common.train(
         common.Checkpoint("unet", {"seed": seed, "unet": section}),

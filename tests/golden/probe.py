@@ -25,8 +25,6 @@ from stages.harness.provenance import cpu_kind  # noqa: E402
 
 CONFIG = determinism.DeterminismConfig(mode="portable", threads=1)
 SEEN = PROJECT / "tests/golden/operations.json"
-
-
 # Channels in and out, side; most of a training step is in these.
 _CONVOLUTIONS = (
     *((4, 48, 16), (48, 48, 16), (96, 96, 8), (128, 128, 4), (192, 96, 8), (256, 128, 4)),
@@ -44,19 +42,17 @@ def digests() -> dict[str, str]:
     determinism.apply(CONFIG)
     random = np.random.Generator(np.random.Philox(20261204))
 
-    def normal(*shape: int) -> torch.Tensor:
-        # Uniform numbers: numpy makes normal ones with the machine's own logarithm.
+    def uniform(*shape: int) -> torch.Tensor:
+        # Not normal: numpy makes those with the machine's own logarithm.
         return torch.from_numpy(random.random(shape, dtype=np.float32) * 2 - 1).requires_grad_()
 
-    def last(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(memory_format=torch.channels_last)
-
     def conv(inside: int, outside: int, side: int, kernel: int = 3, stride: int = 1) -> Operation:
-        x, bias = normal(16, inside, side, side), normal(outside)
-        weight = normal(outside, inside, kernel, kernel)
+        x, bias = uniform(16, inside, side, side), uniform(outside)
+        weight = uniform(outside, inside, kernel, kernel)
 
         def run() -> list[torch.Tensor]:
-            y = f.conv2d(last(x), last(weight), bias, stride, kernel // 2)
+            inputs = (tensor.to(memory_format=torch.channels_last) for tensor in (x, weight))
+            y = f.conv2d(*inputs, bias, stride, kernel // 2)
             return [y, *torch.autograd.grad(y.square().sum(), (x, weight, bias))]
 
         return run
@@ -69,7 +65,7 @@ def digests() -> dict[str, str]:
         return run
 
     def attention(heads: int, width: int, keys: int, queries: int) -> Operation:
-        query, key, value = (normal(16, heads, length, width) for length in (queries, keys, keys))
+        query, key, value = (uniform(16, heads, length, width) for length in (queries, keys, keys))
         return apply(f.scaled_dot_product_attention, query, key, value)
 
     operations: dict[str, Operation] = {}
@@ -78,19 +74,19 @@ def digests() -> dict[str, str]:
     operations |= {
         "conv 1x1 96->48 at 16x16": conv(96, 48, 16, kernel=1),
         "conv stride 2 48->48": conv(48, 48, 16, stride=2),
-        "linear 16x48->192": apply(f.linear, normal(16, 48), normal(192, 48), normal(192)),
-        "linear 1024x96->768": apply(f.linear, normal(1024, 96), normal(768, 96), normal(768)),
-        "linear 512x128->96": apply(f.linear, normal(512, 128), normal(96, 128)),
+        "linear 16x48->192": apply(f.linear, uniform(16, 48), uniform(192, 48), uniform(192)),
+        "linear 1024x96->768": apply(f.linear, uniform(1024, 96), uniform(768, 96), uniform(768)),
+        "linear 512x128->96": apply(f.linear, uniform(512, 128), uniform(96, 128)),
         "attention 24 heads of 4": attention(24, 4, keys=32, queries=64),
         "attention 4 heads of 32": attention(4, 32, keys=32, queries=32),
-        "group norm": apply(lambda x: f.group_norm(x, 16), normal(16, 48, 16, 16)),
-        "layer norm": apply(lambda x: f.layer_norm(x, (96,)), normal(1024, 96)),
-        "silu": apply(f.silu, normal(16, 48, 16, 16)),
-        "gelu": apply(f.gelu, normal(1024, 384)),
-        "softmax": apply(lambda x: f.softmax(x, -1), normal(64, 64)),
-        "exp, sin, cos": apply(lambda x: x.exp() + x.sin() + x.cos(), normal(16, 24)),
-        "mean of squares": apply(lambda x: x.square().mean(), normal(16, 4, 16, 16)),
-        "norm of 100,000": apply(lambda x: x.norm(), normal(100_000)),
+        "group norm": apply(lambda x: f.group_norm(x, 16), uniform(16, 48, 16, 16)),
+        "layer norm": apply(lambda x: f.layer_norm(x, (96,)), uniform(1024, 96)),
+        "silu": apply(f.silu, uniform(16, 48, 16, 16)),
+        "gelu": apply(f.gelu, uniform(1024, 384)),
+        "softmax": apply(lambda x: f.softmax(x, -1), uniform(64, 64)),
+        "exp, sin, cos": apply(lambda x: x.exp() + x.sin() + x.cos(), uniform(16, 24)),
+        "mean of squares": apply(lambda x: x.square().mean(), uniform(16, 4, 16, 16)),
+        "norm of 100,000": apply(lambda x: x.norm(), uniform(100_000)),
     }
     found: dict[str, str] = {}
     for name, run in operations.items():

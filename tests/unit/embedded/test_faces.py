@@ -25,29 +25,14 @@ def test_faces_are_golden(index: int, digest: str, caption: str) -> None:
 
 def test_every_part_appears_in_words() -> None:
     captions = " | ".join(faces.face(3, index)[1] for index in range(800))
-    for part in ("smiling face", "grinning", "frowning", "neutral", "an open mouth", "its tongue out"):
+    heads_and_mouths = (
+        "green|blue|smiling face|grinning|frowning|neutral|an open mouth|its tongue out|without a mouth"
+    )
+    eyes = "smiling eyes|heart-eyes|star eyes|closed eyes|crossed-out eyes|big eyes|sunglasses|with glasses"
+    more = "a tear|sweat|a halo|a hat|horns"
+    for part in "|".join((heads_and_mouths, eyes, more)).split("|"):
         assert part in captions
-    for part in ("smiling eyes", "heart-eyes", "star eyes", "closed eyes", "crossed-out eyes", "big eyes"):
-        assert part in captions
-    for part in (
-        "sunglasses",
-        "with glasses",
-        "a tear",
-        "sweat",
-        "a halo",
-        "a hat",
-        "horns",
-        "green",
-        "blue",
-    ):
-        assert part in captions
-    assert "without a mouth" in captions
 
 
-def test_a_part_changes_the_picture() -> None:
-    drawn: dict[str, set[bytes]] = {}
-    for index in range(400):
-        picture, caption = faces.face(9, index)
-        drawn.setdefault(caption, set()).add(picture.tobytes())
-    pictures = [picture for group in drawn.values() for picture in group]
-    assert len(pictures) == len(set(pictures)) == 400
+def test_no_two_faces_are_the_same_picture() -> None:
+    assert len({faces.face(9, index)[0].tobytes() for index in range(400)}) == 400

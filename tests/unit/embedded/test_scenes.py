@@ -30,14 +30,14 @@ def test_scenes_are_golden(seed: int, index: int, digest: str, caption: str) -> 
 
 def test_alike_scenes_share_background_and_colours() -> None:
     # Only shape, size, place, number and what is left unsaid may differ within a group.
-    one_object: list[set[str]] = []
+    objects: list[set[str]] = []
     for group in range(20):
         captions = [scenes.scene(5, 8 * group + member, alike=8)[1] for member in range(8)]
         grounds = {caption.split(" on ")[1].split(",")[0] for caption in captions if " on " in caption}
         assert len(grounds) == 1
-        one_object.append({word for caption in captions for word in caption.split(" on ")[0].split()})
-    assert all(len(words & {*scenes.COLOURS}) <= 2 for words in one_object)
-    assert max(len(words & {*scenes.SHAPES}) for words in one_object) >= 6
+        objects.append({word for caption in captions for word in caption.split(" on ")[0].split()})
+    assert all(len(words & {*scenes.COLOURS}) <= 2 for words in objects)
+    assert max(len(words & {*scenes.SHAPES}) for words in objects) >= 6
     picture, words = scenes.scene(0, 13, alike=8)
     assert _digest(picture) == "248a789571854968"
     assert words == "a small pink triangle on red checks, on the right"
