@@ -9,7 +9,8 @@ Later stages depend on the record and check the weights against it when they loa
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.record import describe, locate
+from stages.core.errors import BaseModelError
+from stages.core.record import SECOND_TEXT, describe, locate
 from stages.core.store import write_json
 from stages.harness.run import Stage, stage_main
 
@@ -25,6 +26,11 @@ def base(cfg: BaseConfig, stage: Stage) -> None:
     """Find the base (fetch it from the hub if it is named there and not here yet) and record it."""
     folder, source = locate(Path(cfg.source), download=True)
     record = describe(folder, source)
+    if SECOND_TEXT[0] in record.components:
+        raise BaseModelError(
+            f"{cfg.source} is of Stable Diffusion XL's kind, with two text encoders",
+            remedy="encode reads such a base, but train does not yet; set base.source to a StableDiffusionPipeline",
+        )
     write_json(stage.out / "record.json", record.to_json())
     size = sum(entry["bytes"] for entry in record.files.values())
     stage.tracker.tags({"base.digest": record.digest, "base.source": cfg.source})

@@ -20,7 +20,7 @@ from stages.harness.config import (
     load_shared,
     read_params,
 )
-from stages.harness.run import project_root, store_root
+from stages.harness.run import check_device, project_root, store_root
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -153,6 +153,56 @@ def ui(port: int) -> None:
 
 
 @main.group(cls=Group)
+def latents() -> None:
+    """The latent cache that training reads: look at it."""
+
+
+@latents.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("data/encode"))
+@click.option(
+    "--items",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    help="Pictures to decode for the sheet; 0: none, then neither the base nor data/preprocess is needed.",
+)
+@click.option(
+    "--sheet",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path(".darkroom/reconstruction.png"),
+    show_default=True,
+    help="Where the sheet is written: sources above, decoded latents below.",
+)
+@click.option("--keys", is_flag=True, help="List every item too: file, bucket, split, shard, key, captions.")
+@plain_errors
+def inspect(folder: Path, items: int, sheet: Path, keys: bool) -> None:
+    """Check every file of the latent cache in FOLDER (data/encode) and say what it holds.
+
+    Some latents are decoded again and set against the pictures that they were made of.
+    """
+    from stages.core.latents import LatentCache
+    from stages.harness import latents_view
+
+    cache = LatentCache(folder)
+    click.echo(folder)
+    for what, finding in latents_view.summary(cache):
+        click.echo(f"{what:>12}  {finding}")
+    for line in latents_view.files(cache):
+        click.echo(line)
+    if keys:
+        for line in latents_view.keys(cache):
+            click.echo(line)
+    if items and cache.items:
+        device = load_shared(read_params()).device
+        check_device(device)
+        found = latents_view.reconstruct(cache, Path(), device, items, sheet)
+        for item, decibels in found:
+            click.echo(f"{decibels:8.1f} dB  {latents_view.escaped(item.file_name)}")
+        mean = sum(decibels for _, decibels in found) / len(found)
+        click.echo(f"{mean:8.1f} dB  mean of {len(found)}; the pictures are in {sheet}")
+
+
+@main.group(cls=Group)
 def store() -> None:
     """The store of finished work: show it, prune it."""
 
@@ -160,14 +210,19 @@ def store() -> None:
 @store.command()
 @plain_errors
 def show() -> None:
-    """List what the store holds, by stage, the newest last."""
-    from stages.harness.store_view import entries
+    """List what the store holds, by stage, the newest last; then the sizes of each stage and of all."""
+    from stages.harness.store_view import entries, totals
 
     root = store_root()
     click.echo(f"{root}")
-    for entry in entries(root):
+    found = entries(root)
+    for entry in found:
         click.echo(
             f"{entry.stage:>12}  {entry.fingerprint[:12]}  {entry.bytes / 1e6:9.1f} MB  {entry.used:%Y-%m-%d %H:%M}"
+        )
+    for total in totals(found):
+        click.echo(
+            f"{total.name:>12}  {'together':<12}  {total.bytes / 1e6:9.1f} MB  {total.entries} entries"
         )
 
 
@@ -182,7 +237,10 @@ def show() -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @plain_errors
 def prune(keep: int, yes: bool) -> None:
-    """Remove old work. Outs and DVC's cache are not touched; what is removed is computed again when needed."""
+    """Remove old work (gc and prune are one command).
+
+    Outs and DVC's cache are not touched; what is removed is computed again when needed.
+    """
     from stages.harness.store_view import old_entries, remove
 
     old = old_entries(store_root(), keep)
@@ -202,6 +260,9 @@ def prune(keep: int, yes: bool) -> None:
         removed += 1
         freed += entry.bytes / 1e6
     click.echo(f"{removed} entries removed, {freed:.1f} MB freed")
+
+
+store.add_command(prune, "gc")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from stages.core.latents import LatentCache, LatentItem
 from stages.core.metrics import Measured, caption_cosines, contrast_pairs, mmd_pairs
 from stages.core.models.clip import Clip, clip_digest
 from stages.core.models.schedule import NoiseSchedule
+from stages.core.pixels import Pixels
 from stages.core.record import COMPONENTS, read_record, verified_folder
-from stages.core.shards import load_pt, read_index, shard_name
 from stages.core.sheets import png_bytes, sheet
 from stages.core.store import file_digests, fingerprint, write_atomic, write_json
 from stages.core.tables import csv_bytes
@@ -125,14 +125,6 @@ def pictures_of(
             for pack in stage.progress(packs, total=len(todo), what="pictures", unit="batches"):
                 kept |= pack
     return [kept[drawing.key] for drawing in drawings]
-
-
-def real_pictures(folder: Path, items: list[LatentItem]) -> list[Tensor]:
-    """The items' prepared pictures, uint8 RGB [3, H, W], from data/preprocess."""
-    read_index(folder)
-    numbers = {item.shard for item in items}
-    shards = {number: load_pt(folder / shard_name(number, ".pt")) for number in numbers}
-    return [shards[item.shard][item.id] for item in items]
 
 
 def loss_measures(losses: dict[str, Tensor], labels: list[str]) -> list[Measured]:
@@ -248,6 +240,7 @@ def evaluate(cfg: EvaluateConfig, stage: Stage) -> None:
     cache = LatentCache(stage.folder("encode"))
     items = cache.split("holdout")
     record = read_record(stage.folder("base") / "record.json")
+    cache.check_base(record)
     base = verified_folder(record, stage.root, *COMPONENTS)
     schedule = NoiseSchedule(base, device)
     check(cfg, len(items), schedule.steps)
@@ -279,7 +272,8 @@ def evaluate(cfg: EvaluateConfig, stage: Stage) -> None:
 
     pictured = items[: cfg.pictures]
     captions = [item.caption for item in pictured]
-    real = real_pictures(stage.folder("preprocess"), pictured)
+    prepared = Pixels(stage.folder("preprocess"))
+    real = [prepared[item] for item in pictured]
     loss, *bands = loss_measures(losses, band_labels(cfg.bands, schedule.steps))
     owners = [drawing.owner for drawing in drawings]
     measures = [loss, *clip_measures(clip, captions, real, drawn, owners, cfg.cmmd_sigma)]

@@ -11,10 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.captions import picture_files, read_captions
+from stages.core.captions import read_captions
 from stages.core.errors import ConfigError, PictureError, SourceError
 from stages.core.headers import read_header
 from stages.core.manifest import MANIFEST, Row, check_limit, split_of, write_table
+from stages.core.pictures import picture_files
 from stages.core.store import fingerprint, sha256_file, write_json
 from stages.harness.run import Stage, stage_main
 
@@ -44,14 +45,14 @@ def check(cfg: IngestConfig) -> None:
         raise ConfigError("\n  ".join(problems), remedy="correct section ingest of params.yaml")
 
 
-def row_of(folder: Path, name: str, caption: str, cfg: IngestConfig) -> Row:
+def row_of(folder: Path, name: str, captions: list[str], cfg: IngestConfig) -> Row:
     """One row of the manifest, from the file's bytes and header."""
     path = folder / name
     item_id = sha256_file(path)
     row: Row = {
         "item_id": item_id,
         "file_name": name,
-        "caption": caption,
+        "captions": captions,
         "bytes": path.stat().st_size,
         "split": split_of(item_id, cfg.holdout_percent),
         "status": "accepted",
@@ -71,16 +72,18 @@ def row_of(folder: Path, name: str, caption: str, cfg: IngestConfig) -> Row:
 
 
 def mark_duplicates(rows: list[Row]) -> None:
-    """Of files with the same bytes the first by name stays. Raises SourceError when their captions differ."""
+    """Of files with the same bytes the first by name stays. Raises SourceError when their captions or
+    the order of these differ.
+    """
     first: dict[str, Row] = {}
     for row in rows:
         original = first.setdefault(row["item_id"], row)
         if original is row or row["status"] != "accepted":
             continue
-        if original["caption"] != row["caption"]:
+        if original["captions"] != row["captions"]:
             raise SourceError(
                 f"{original['file_name']} and {row['file_name']} are the same picture with different captions",
-                remedy="remove one of them, or give both one caption",
+                remedy="remove one of them, or give both the same captions in the same order",
             )
         row |= {"status": "duplicate", "reason": "same_bytes", "detail": f"same as {original['file_name']}"}
 
@@ -111,7 +114,7 @@ def ingest(cfg: IngestConfig, stage: Stage) -> None:
     write_table(stage.out / "manifest.parquet", rows, MANIFEST)
     write_json(stage.out / "summary.json", {**summary, "source": cfg.source})
     stage.tracker.metrics({f"ingest/{name}": value for name, value in summary.items()})
-    digest = fingerprint({row["file_name"]: [row["item_id"], row["caption"]] for row in rows})
+    digest = fingerprint({row["file_name"]: [row["item_id"], row["captions"]] for row in rows})
     stage.tracker.dataset("pictures", digest, cfg.source, summary)
     stage.say(
         f"{len(rows)} pictures: {counts['accepted']} accepted ({splits['train']} train, {splits['holdout']} held out), "

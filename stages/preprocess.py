@@ -3,7 +3,7 @@
 Reads   <source>/**, data/ingest/manifest.parquet, data/ingest/summary.json
 Writes  data/preprocess/shard-00.pt ...   {item id: uint8 [3, H, W] RGB}, items by hash prefix
         data/preprocess/items.parquet     one row per source file: status, reason, repairs, bucket, crop
-        data/preprocess/index.json        the items, and the sha256 of each shard; written last
+        data/preprocess/index.json        the items, the number of shards, the sha256 of each; written last
 
 Upright by EXIF, sRGB, alpha on the stated background, resized to cover the bucket and cut at the centre. Letters:
 H W pixels.
@@ -22,7 +22,7 @@ from stages.core.buckets import Bucket, BucketConfig, make_buckets, nearest_buck
 from stages.core.errors import ConfigError, PictureError, SourceError
 from stages.core.images import decode, fit
 from stages.core.manifest import ITEMS, Row, check_limit, read_rows, write_table
-from stages.core.shards import load_pt, pt_bytes, shard_name, shard_of, write_index
+from stages.core.shards import load_pt, pixel_key, pt_bytes, shard_name, shard_of, write_index
 from stages.core.store import sha256_file, write_atomic
 from stages.harness.run import Stage, stage_main
 
@@ -76,7 +76,8 @@ def process(path: Path, cfg: PreprocessConfig, buckets: list[Bucket]) -> Entry:
         pixels_CHW, crop = fit(picture, bucket)
     except PictureError as error:
         return {"reason": error.reason, "detail": error.detail(path)}
-    return {"pixels": pixels_CHW, "bucket": list(bucket), "crop": list(crop), "repairs": repairs}
+    facts = {"bucket": list(bucket), "crop": list(crop), "repairs": repairs}
+    return {"pixels": pixels_CHW, "key": pixel_key(pixels_CHW), **facts}
 
 
 def unpack_row(row: Row, entry: Entry) -> Row:
@@ -99,7 +100,7 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
     """Process what the store does not hold, shard by shard; then assemble the outs from it."""
     check(cfg)
     buckets = make_buckets(cfg.buckets)
-    columns = ["item_id", "file_name", "caption", "split", "status", "reason", "detail"]
+    columns = ["item_id", "file_name", "captions", "split", "status", "reason", "detail"]
     rows = read_rows(stage.folder("ingest") / "manifest.parquet", columns)
     accepted = [row for row in rows if row["status"] == "accepted"]
     by_shard: dict[int, list[Row]] = defaultdict(list)
@@ -137,10 +138,11 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
         {
             "id": row["item_id"],
             "file_name": row["file_name"],
-            "caption": row["caption"],
+            "captions": row["captions"],
             "split": row["split"],
             "bucket": entries[row["item_id"]]["bucket"],
             "shard": shard_of(row["item_id"], cfg.shards),
+            "key": entries[row["item_id"]]["key"],
         }
         for row in sorted(accepted, key=lambda row: row["item_id"])
         if "pixels" in entries[row["item_id"]]
@@ -151,7 +153,8 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
             remedy="see data/preprocess/items.parquet for the reasons",
         )
     files = [shard_name(number, ".pt") for number in sorted(by_shard)]
-    write_index(stage.out, {"format": 1, "items": items, "dtype": "uint8", "layout": "RGB CHW"}, files)
+    fields = {"format": 1, "items": items, "shards": cfg.shards, "dtype": "uint8", "layout": "RGB CHW"}
+    write_index(stage.out, fields, files)
     report(stage, items, table, made)
 
 

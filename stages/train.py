@@ -330,6 +330,7 @@ def train(cfg: TrainConfig, stage: Stage) -> None:
     """Load, continue from the last checkpoint if there is one, train, and write what was trained."""
     record = read_record(stage.folder("base") / "record.json")
     cache = LatentCache(stage.folder("encode"))
+    cache.check_base(record)
     check(
         cfg,
         stage.shared.device,

@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from safetensors.torch import load_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from stages.core.record import describe
@@ -62,6 +69,36 @@ def make_tiny_base(
     return folder
 
 
+XL_WIDTH, XL_POOLED = 32 + 48, 24
+
+
+def make_tiny_xl(folder: Path, seed: int = 0) -> Path:
+    """Write a random StableDiffusionXLPipeline folder and return `folder`: two text encoders, of width 32 and 48."""
+    tokenizer = _tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline: Any = StableDiffusionXLPipeline(
+            vae=_vae(),
+            text_encoder=_text_encoder(len(tokenizer)),
+            text_encoder_2=CLIPTextModelWithProjection(
+                _text_config(len(tokenizer), hidden_size=48, projection_dim=XL_POOLED)
+            ),
+            tokenizer=tokenizer,
+            tokenizer_2=_tokenizer(),
+            unet=_unet(
+                cross_attention_dim=XL_WIDTH,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=8,
+                projection_class_embeddings_input_dim=6 * 8 + XL_POOLED,
+            ),
+            scheduler=EulerDiscreteScheduler(),
+        )
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    for path in folder.rglob("*.safetensors"):
+        canonicalise(path)
+    return folder
+
+
 def scale_output(folder: Path, factor: float) -> None:
     """Multiply the last convolution of the U-Net saved in `folder` by `factor`: a plainly different model."""
     path = folder / "diffusion_pytorch_model.safetensors"
@@ -103,19 +140,20 @@ def _tokenizer() -> Any:
 
 
 def _text_encoder(vocabulary: int) -> Any:
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=TEXT_LIMIT,
-            projection_dim=32,
-            bos_token_id=vocabulary - 2,
-            eos_token_id=vocabulary - 1,
-            pad_token_id=vocabulary - 1,
-        )
+    return CLIPTextModel(_text_config(vocabulary, hidden_size=32, projection_dim=32))
+
+
+def _text_config(vocabulary: int, **sizes: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=vocabulary,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TEXT_LIMIT,
+        bos_token_id=vocabulary - 2,
+        eos_token_id=vocabulary - 1,
+        pad_token_id=vocabulary - 1,
+        **sizes,
     )
 
 
@@ -132,7 +170,7 @@ def _vae() -> Any:
     )
 
 
-def _unet() -> Any:
+def _unet(cross_attention_dim: int = 32, **fields: Any) -> Any:
     return UNet2DConditionModel(
         sample_size=PICTURE_SIZE // DOWNSAMPLE,
         block_out_channels=(16, 32),
@@ -140,8 +178,9 @@ def _unet() -> Any:
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         layers_per_block=1,
         norm_num_groups=8,
-        cross_attention_dim=32,
+        cross_attention_dim=cross_attention_dim,
         attention_head_dim=4,
+        **fields,
     )
 
 

@@ -1,99 +1,32 @@
 """Captions of a source folder: `metadata.jsonl`, `metadata.csv` (file_name, text), or a `.txt` beside each picture.
 
-Every fault is named with its file and line; nothing is guessed or dropped.
+A picture has one caption, or several: a list in metadata.jsonl. Every fault is named with its file and line; nothing is
+guessed or dropped.
 """
 
 import csv
 import io
 import json
+import re
 import unicodedata
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from stages.core.errors import SourceError
 
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-# Pictures of other kinds are named, not passed over.
-_FOREIGN_SUFFIXES = (
-    ".heic",
-    ".heif",
-    ".avif",
-    ".jxl",
-    ".jp2",
-    ".svg",
-    ".psd",
-    ".dng",
-    ".cr2",
-    ".nef",
-    ".ppm",
-    ".tga",
-)
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 _LISTED = 10
+# Unicode category Cc, but for tab, newline and carriage return.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
-def picture_files(folder: Path) -> list[str]:
-    """All picture files under `folder`, as posix paths relative to it, sorted. Hidden files are not looked at.
+def read_captions(folder: Path, pictures: list[str]) -> dict[str, list[str]]:
+    """The captions of each picture in `pictures`: one or more, distinct, in the file's order.
 
-    Raises SourceError for a missing or empty folder, for a link that leaves it or leads nowhere, for a linked folder, a
-    picture of a kind that is not read, and a name that is not UTF-8.
-    """
-    if not folder.is_dir():
-        raise SourceError(
-            f"{folder} is missing",
-            remedy="put your pictures there, or run `python -m stages.cli sample-data` for the sample pictures, "
-            "or `dvc pull` if they are in a DVC remote",
-        )
-    top = folder.resolve()
-    names: list[str] = []
-    for path in folder.rglob("*"):
-        relative = path.relative_to(folder)
-        if any(part.startswith(".") for part in relative.parts):
-            continue
-        if path.is_symlink() and path.is_dir():
-            raise SourceError(f"{path} is a link to a folder", remedy="put the pictures themselves there")
-        suffix = path.suffix.lower()
-        if suffix in _FOREIGN_SUFFIXES and path.is_file():
-            raise SourceError(
-                f"{path} is of a kind that is not read ({suffix})",
-                remedy="save it as PNG, JPEG or WebP, or take it out of the folder",
-            )
-        if suffix not in PICTURE_SUFFIXES or path.is_dir():
-            continue
-        _refuse_link(path, folder, top)
-        names.append(_utf8_name(relative))
-    if not names:
-        raise SourceError(
-            f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)})",
-            remedy="put captioned pictures there; README, 'Your own pictures'",
-        )
-    return sorted(names)
+    White space around a caption is removed. pictures: posix paths relative to `folder`.
 
-
-def _refuse_link(path: Path, folder: Path, top: Path) -> None:
-    if not path.resolve().is_relative_to(top):
-        raise SourceError(
-            f"{path} is a link out of {folder}",
-            remedy="put the picture itself into the folder (`dvc unprotect` does, where DVC made the link)",
-        )
-    if not path.is_file():
-        raise SourceError(f"{path} is a link to nothing", remedy="put the picture itself into the folder")
-
-
-def _utf8_name(relative: Path) -> str:
-    name = relative.as_posix()
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise SourceError(f"the file name {name!r} is not UTF-8", remedy="rename the file") from error
-    return name
-
-
-def read_captions(folder: Path, pictures: list[str]) -> dict[str, str]:
-    """The caption of each picture in `pictures`, stripped of surrounding white space.
-
-    Raises SourceError that names the file and the line: a missing, empty or doubled caption, a listed picture that is
-    not there, text that is not UTF-8.
+    Raises SourceError that names the file and the line: a missing, empty or doubled caption, one that holds control
+    characters, a listed picture that is not there, text that is not UTF-8.
     """
     present = [name for name in METADATA_NAMES if (folder / name).is_file()]
     if len(present) > 1:
@@ -108,20 +41,21 @@ def read_captions(folder: Path, pictures: list[str]) -> dict[str, str]:
             remedy=f"keep one form: remove {path.name}, or the .txt files",
         )
     rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _csv_rows(path)
-    captions: dict[str, str] = {}
+    captions: dict[str, list[str]] = {}
     known = set(pictures)
     for line, row in rows:
-        name, text = _row_fields(path, line, row)
+        name, texts = _row_fields(path, line, row)
         if name in captions:
             raise SourceError(
-                f"{path}, line {line}: {name} has a second caption", remedy="keep one line for each picture"
+                f"{path}, line {line}: {name} has a second line",
+                remedy='keep one line for each picture; in metadata.jsonl "text" may be a list of captions',
             )
         if name not in known:
             raise SourceError(
                 f"{path}, line {line}: {name} is not a picture in {folder}{_other_form(name, pictures)}",
                 remedy="put the picture there, or correct or remove the line",
             )
-        captions[name] = text
+        captions[name] = texts
     _refuse_missing(
         folder, [name for name in pictures if name not in captions], f"has no line in {path.name}"
     )
@@ -135,8 +69,8 @@ def _other_form(name: str, pictures: list[str]) -> str:
     return f" (the file is called {same[0]!a}, the line says {name!a})" if same else ""
 
 
-def _from_sidecars(folder: Path, pictures: list[str]) -> dict[str, str]:
-    captions: dict[str, str] = {}
+def _from_sidecars(folder: Path, pictures: list[str]) -> dict[str, list[str]]:
+    captions: dict[str, list[str]] = {}
     missing: list[str] = []
     owners: dict[Path, str] = {}
     for name in pictures:
@@ -152,10 +86,12 @@ def _from_sidecars(folder: Path, pictures: list[str]) -> dict[str, str]:
             raise SourceError(
                 f"{path} is a link out of {folder}", remedy="put the caption itself into the folder"
             )
-        text = _read_text(path).strip()
-        if not text:
+        text = _read_text(path)
+        for line, part in enumerate(text.split("\n"), start=1):
+            _refuse_control(f"{path}, line {line}: the caption", part)
+        if not text.strip():
             raise SourceError(f"{path} is empty", remedy="write the caption of the picture into it")
-        captions[name] = text
+        captions[name] = [text.strip()]
     _refuse_missing(
         folder, missing, "has no caption: there is no metadata.jsonl, no metadata.csv and no .txt beside it"
     )
@@ -173,25 +109,64 @@ def _refuse_missing(folder: Path, names: list[str], why: str) -> None:
         )
 
 
-def _row_fields(path: Path, line: int, row: dict[str, Any]) -> tuple[str, str]:
-    for field in ("file_name", "text"):
-        if not isinstance(row.get(field), str):
+def _row_fields(path: Path, line: int, row: dict[str, Any]) -> tuple[str, list[str]]:
+    where = f"{path}, line {line}"
+    for field, kinds in (("file_name", str), ("text", (str, list))):
+        if not isinstance(row.get(field), kinds):
             raise SourceError(
-                f"{path}, line {line}: field {field!r} is {'missing' if field not in row else 'not text'}",
-                remedy='each line needs "file_name" and "text"',
+                f"{where}: field {field!r} is {'missing' if field not in row else 'not text'}",
+                remedy='each line needs "file_name" and "text"; in metadata.jsonl "text" may be a list',
             )
-    name, text = PurePosixPath(row["file_name"]), row["text"].strip()
+    name = PurePosixPath(row["file_name"])
     if name.is_absolute() or ".." in name.parts:
+        raise SourceError(f"{where}: {name} leaves the folder", remedy="use paths inside the folder only")
+    _refuse_surrogates(where, str(name))
+    if isinstance(row["text"], str):
+        return name.as_posix(), [_checked_text(where, f"the caption of {name}", row["text"])]
+    return name.as_posix(), _checked_list(where, name, row["text"])
+
+
+def _checked_list(where: str, name: PurePosixPath, values: list[Any]) -> list[str]:
+    """The captions of one picture from the list in its line; they count from 1 in messages."""
+    if not values:
+        raise SourceError(f"{where}: the list of captions of {name} is empty", remedy="write one")
+    texts: list[str] = []
+    for number, value in enumerate(values, start=1):
+        text = _checked_text(where, f"caption {number} of {name}", value)
+        if text in texts:
+            raise SourceError(
+                f"{where}: captions {texts.index(text) + 1} and {number} of {name} are the same",
+                remedy="remove one of them",
+            )
+        texts.append(text)
+    return texts
+
+
+def _checked_text(where: str, what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise SourceError(f"{where}: {what} is not text", remedy="write each caption of the list as text")
+    _refuse_surrogates(where, value)
+    _refuse_control(f"{where}: {what}", value)
+    if not value.strip():
+        raise SourceError(f"{where}: {what} is empty", remedy="write one")
+    return value.strip()
+
+
+def _refuse_surrogates(where: str, text: str) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise SourceError(
-            f"{path}, line {line}: {name} leaves the folder", remedy="use paths inside the folder only"
+            f"{where}: half of a surrogate pair (\\ud800 to \\udfff)", remedy="correct the escape"
         )
-    if not text:
-        raise SourceError(f"{path}, line {line}: the caption of {name} is empty", remedy="write one")
-    if any("\ud800" <= letter <= "\udfff" for letter in f"{name}{text}"):
+
+
+def _refuse_control(what: str, text: str) -> None:
+    """Judges the text as written: `strip` would take some control characters for white space."""
+    found = _CONTROL.search(text)
+    if found:
         raise SourceError(
-            f"{path}, line {line}: half of a surrogate pair (\\ud800 to \\udfff)", remedy="correct the escape"
+            f"{what} holds the control character U+{ord(found[0]):04X}",
+            remedy="remove it, or write the letter that was meant",
         )
-    return name.as_posix(), text
 
 
 def _jsonl_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:

@@ -1,7 +1,8 @@
 """The manifest: one row per picture file, as parquet.
 
-item_id (sha256 of the file's bytes), file_name (posix, relative to the source), caption, bytes, format, mode, width,
-height, split (train | holdout), status (accepted | duplicate | quarantined), reason ("" or a code), detail.
+item_id (sha256 of the file's bytes), file_name (posix, relative to the source), captions (one or more, distinct, as
+ordered by the user), bytes, format, mode, width, height, split (train | holdout), status (accepted | duplicate |
+quarantined), reason ("" or a code), detail.
 """
 
 import io
@@ -46,7 +47,7 @@ MANIFEST = pa.schema(
     [
         ("item_id", pa.string()),
         ("file_name", pa.string()),
-        ("caption", pa.string()),
+        ("captions", pa.list_(pa.string())),
         ("bytes", pa.int64()),
         ("format", pa.string()),
         ("mode", pa.string()),
@@ -63,7 +64,7 @@ ITEMS = pa.schema(
     [
         ("item_id", pa.string()),
         ("file_name", pa.string()),
-        ("caption", pa.string()),
+        ("captions", pa.list_(pa.string())),
         ("split", pa.string()),
         ("status", pa.string()),
         ("reason", pa.string()),

@@ -19,6 +19,9 @@ from stages.core.errors import BaseModelError
 from stages.core.store import fingerprint, sha256_file
 
 COMPONENTS = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+SECOND_TEXT = ("text_encoder_2", "tokenizer_2")
+PIPELINES = {"StableDiffusionPipeline": COMPONENTS, "StableDiffusionXLPipeline": COMPONENTS + SECOND_TEXT}
+_WITH_WEIGHTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 _WEIGHTS = (".safetensors",)
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _PLAIN = (".json", ".txt", ".safetensors", ".model")
@@ -45,6 +48,21 @@ class BaseRecord:
     def component_digest(self, *names: str) -> str:
         """One digest over the named components: what work that uses only these depends on."""
         return fingerprint({name: self.components[name]["digest"] for name in names})
+
+    @property
+    def text_components(self) -> tuple[str, ...]:
+        """The text encoders and tokenizers: of one, or of both."""
+        return tuple(name for name in ("text_encoder", "tokenizer", *SECOND_TEXT) if name in self.components)
+
+    @property
+    def vae_digest(self) -> str:
+        """What latents depend on."""
+        return self.component_digest("vae")
+
+    @property
+    def text_digest(self) -> str:
+        """What text states depend on."""
+        return self.component_digest(*self.text_components)
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values."""
@@ -118,7 +136,8 @@ def _hub_folder(hub: HubSource, *, download: bool) -> Path:
 
     weights = f"*.{hub.variant}.safetensors" if hub.variant else "*.safetensors"
     patterns = ["model_index.json"]
-    patterns += [f"{name}/{kind}" for name in COMPONENTS for kind in ("*.json", "*.txt", "*.model", weights)]
+    names = COMPONENTS + SECOND_TEXT
+    patterns += [f"{name}/{kind}" for name in names for kind in ("*.json", "*.txt", "*.model", weights)]
     try:
         folder = snapshot_download(
             hub.repo, revision=hub.revision, allow_patterns=patterns, local_files_only=not download
@@ -150,22 +169,21 @@ def _hub_folder(hub: HubSource, *, download: bool) -> Path:
 def describe(folder: Path, source: dict[str, Any]) -> BaseRecord:
     """Read and hash the diffusers folder. Raises BaseModelError for a missing part or a pickle-only one."""
     index = _read_json(folder / "model_index.json", "a diffusers pipeline folder has one")
-    classes = {name: cast(list[Any], index.get(name) or ["", ""])[-1] for name in COMPONENTS}
-    if index.get("_class_name") != "StableDiffusionPipeline":
+    names = PIPELINES.get(str(index.get("_class_name")))
+    if names is None:
         raise BaseModelError(
             f"{folder / 'model_index.json'} says {index.get('_class_name')!r}",
-            remedy="this version fine-tunes StableDiffusionPipeline folders",
+            remedy=f"this version reads folders of {' and '.join(PIPELINES)}",
         )
+    classes = {name: cast(list[Any], index.get(name) or ["", ""])[-1] for name in names}
     files: dict[str, dict[str, Any]] = {}
     components: dict[str, dict[str, Any]] = {}
-    for name in COMPONENTS:
+    for name in names:
         part = folder / name
         paths = sorted(path for path in part.glob("*") if path.suffix in _PLAIN and path.is_file())
         if not paths:
-            raise BaseModelError(
-                f"{part} is missing or empty", remedy="a base needs " + ", ".join(COMPONENTS)
-            )
-        if name in ("unet", "vae", "text_encoder") and not any(path.suffix in _WEIGHTS for path in paths):
+            raise BaseModelError(f"{part} is missing or empty", remedy="a base needs " + ", ".join(names))
+        if name in _WITH_WEIGHTS and not any(path.suffix in _WEIGHTS for path in paths):
             pickles = sorted(path.name for path in part.glob("*") if path.suffix in _PICKLES)
             raise BaseModelError(
                 f"{part} has no .safetensors weights" + (f", only {', '.join(pickles)}" if pickles else ""),
@@ -230,6 +248,8 @@ _CONFIGS = {
     "text_encoder": ("config.json",),
     "tokenizer": ("tokenizer_config.json",),
     "scheduler": ("scheduler_config.json",),
+    "text_encoder_2": ("config.json",),
+    "tokenizer_2": ("tokenizer_config.json",),
 }
 
 

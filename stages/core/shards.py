@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stages.core.errors import StoreError
-from stages.core.store import fingerprint, sha256_file, write_atomic, write_json
+from stages.core.store import fingerprint, sha256_bytes, sha256_file, write_atomic, write_json
 
 
 def shard_of(item_id: str, shards: int) -> int:
@@ -37,10 +37,13 @@ def save_pt(path: Path, value: Any) -> None:
     write_atomic(path, pt_bytes(value))
 
 
-def load_pt(path: Path) -> Any:
-    """Read a `.pt` file without running any pickled code. Raises StoreError when it is damaged."""
+def load_pt(path: Path, *, mmap: bool = False) -> Any:
+    """Read a `.pt` file without running any pickled code. Raises StoreError when it is damaged.
+
+    mmap: what is not looked at is not read.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -50,9 +53,14 @@ def load_pt(path: Path) -> Any:
         ) from error
 
 
-def clone_items(batch: Tensor) -> list[Tensor]:
-    """The rows of `batch` as tensors of their own: a saved slice would carry the whole batch's storage."""
-    return [row.clone() for row in batch]
+def pixel_key(pixels_CHW: Tensor) -> str:
+    """The content of a prepared picture, uint8 [3, H, W]: sha256 over its shape and bytes; 64 hex digits."""
+    return sha256_bytes(str(tuple(pixels_CHW.shape)).encode() + pixels_CHW.numpy().tobytes())
+
+
+def text_key(caption: str) -> str:
+    """The content of a caption: sha256 of its UTF-8 bytes; 64 hex digits."""
+    return sha256_bytes(caption.encode())
 
 
 def write_index(folder: Path, fields: dict[str, Any], files: list[str]) -> None:
@@ -65,8 +73,8 @@ def write_index(folder: Path, fields: dict[str, Any], files: list[str]) -> None:
     write_json(folder / "index.json", {**index, "digest": fingerprint(index)})
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Read `index.json`; check it and every file that it names. Raises StoreError that names the file."""
+def open_index(folder: Path) -> dict[str, Any]:
+    """Read `index.json` and check it alone; `check_file` checks what it names. Raises StoreError that names the file."""
     path = folder / "index.json"
     if not path.is_file():
         raise StoreError(
@@ -84,11 +92,15 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{path} does not match its own digest",
             remedy=f"run `dvc checkout --force {folder}`; the file was changed by hand or by a fault",
         )
-    files: dict[str, str] = index["files"]
-    for name, expected in files.items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != expected:
-            raise StoreError(
-                f"{folder / name} is missing or does not match its sha256 in {path}",
-                remedy=f"run `dvc checkout --force {folder}`; the file was changed by hand or by a fault",
-            )
     return index
+
+
+def check_file(folder: Path, index: dict[str, Any], name: str) -> Path:
+    """The path of a file that `index` names, after checking its sha256. Raises StoreError that names it."""
+    path = folder / name
+    if not path.is_file() or sha256_file(path) != index["files"].get(name):
+        raise StoreError(
+            f"{path} is missing or does not match its sha256 in {folder / 'index.json'}",
+            remedy=f"run `dvc checkout --force {folder}`; the file was changed by hand or by a fault",
+        )
+    return path

@@ -5,7 +5,6 @@ network look-ups), fetches a hub base that a fresh machine lacks, opens the run'
 itself.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -21,12 +20,12 @@ from stages.core.record import read_record, recorded_folder
 from stages.harness import provenance, tracking
 from stages.harness.config import STAGES, did_you_mean, flatten, load_shared, read_params
 from stages.harness.journal import PipelineKey, begin, dvc_ancestor, end
+from stages.harness.processes import die_with, processes
 from stages.harness.run import describe_os_error, fail, project_root
 
 _SHARED = ("seed", "device", "runtime", "determinism")
 _NEED_WEIGHTS = ("encode", "train", "evaluate", "export")
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
+_SEVERAL = ("encode",)  # can run in $DARKROOM_PROCESSES processes; the others run in one
 
 
 def main() -> None:
@@ -45,9 +44,10 @@ def main() -> None:
                 remedy="set runtime: native; a stage never falls back to native by itself",
             )
         variables = environment(shared.determinism)
+        count = processes() if name in _SEVERAL else 1
         if name in _NEED_WEIGHTS:
             fetch_base(Path())
-        code = _run(name, params, variables, dvc)
+        code = _run(name, params, variables, count, dvc)
     except DarkroomError as error:
         fail(name, error)
     except OSError as error:
@@ -81,7 +81,7 @@ def fetch_base(root: Path) -> None:
             recorded_folder(record, root, download=True)
 
 
-def _run(name: str, params: dict[str, Any], variables: dict[str, str], dvc: int | None) -> int:
+def _run(name: str, params: dict[str, Any], variables: dict[str, str], count: int, dvc: int | None) -> int:
     root = project_root()
     facts = provenance.collect(root)
     provenance.write(root, name, facts)
@@ -91,9 +91,10 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str], dvc: int 
     tracking.ensure_agent(root)
     # Models come from this machine alone; stage base, which may fetch one, asks for the network itself.
     offline = {} if name == "base" else {"HF_HUB_OFFLINE": "1"}
+    command = [f"stages.{name}"] if count == 1 else ["stages.harness.processes", name, str(count)]
     launcher = os.getpid()
     process = subprocess.Popen(
-        [sys.executable, "-m", f"stages.{name}"],
+        [sys.executable, "-m", *command],
         env={
             **os.environ,
             **variables,
@@ -104,7 +105,7 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str], dvc: int 
             "DIFFUSERS_VERBOSITY": "error",
             "TRANSFORMERS_VERBOSITY": "error",
         },
-        preexec_fn=lambda: _die_with(launcher),
+        preexec_fn=lambda: die_with(launcher),
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: process.send_signal(received))
@@ -117,15 +118,8 @@ def _run(name: str, params: dict[str, Any], variables: dict[str, str], dvc: int 
             file=sys.stderr,
             flush=True,
         )
-    end(journal, "FINISHED" if code == 0 else "KILLED" if code < 0 or code == 130 else "FAILED")
+    end(journal, "FINISHED" if code == 0 else "KILLED" if code < 0 or code > 128 else "FAILED")
     return code if code >= 0 else 128 - code
-
-
-def _die_with(launcher: int) -> None:
-    """In the stage's process: a killed launcher must not leave it behind, dvc would start a second copy beside it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it was killed before the line above
-        os._exit(137)
 
 
 def _end_with(dvc: int) -> None:

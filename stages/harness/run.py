@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import importlib.metadata
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,10 +13,19 @@ from typing import Any, NoReturn, TypeVar
 
 from stages.core.determinism import DeterminismConfig
 from stages.core.errors import DarkroomError, MachineError, StoreError
+from stages.core.ranks import LostRanksError, ignore_signals, rank_and_count
 from stages.core.store import Store, fingerprint
 from stages.harness.closure import closure_digest
 from stages.harness.config import SharedConfig, load_section, load_shared, read_params
 from stages.harness.journal import Journal, NullJournal, open_journal
+from stages.harness.processes import (
+    LOST,
+    STOPPED,
+    first_to_fail,
+    join_group,
+    one_of_several,
+    stop_on_signals,
+)
 from stages.harness.progress import progress
 from stages.harness.provenance import cpu_kind
 
@@ -48,6 +56,7 @@ class Stage:
     shared: SharedConfig
     store: Store
     tracker: Journal | NullJournal
+    quiet: bool = False  # one of several ranks and not the first: rank 0 talks for all
 
     @property
     def out(self) -> Path:
@@ -58,28 +67,33 @@ class Stage:
         """data/<stage> of an earlier stage."""
         return self.root / "data" / stage
 
-    def fingerprint(self, *, code: str | None = None, **parts: Any) -> str:
-        """One digest over `parts` and all that any work of this stage depends on: code, versions, machine settings.
+    def inputs(self, *, code: str | None = None, **parts: Any) -> dict[str, Any]:
+        """`parts` and all that any work of this stage depends on: code, versions, machine settings.
 
         code: the module whose imports count, where the work is less than the whole stage's.
         """
-        return fingerprint(
-            {
-                **{name: _plain(part) for name, part in parts.items()},
-                "code": closure_digest(code or f"stages.{self.name}"),
-                "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
-                "device": self.shared.device,
-                "determinism": _plain(self.shared.determinism),
-                "hardware": _hardware(self.shared),
-            }
-        )
+        return {
+            **{name: _plain(part) for name, part in parts.items()},
+            "code": closure_digest(code or f"stages.{self.name}"),
+            "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+            "device": self.shared.device,
+            "determinism": _plain(self.shared.determinism),
+            "hardware": _hardware(self.shared),
+        }
+
+    def fingerprint(self, *, code: str | None = None, **parts: Any) -> str:
+        """One digest over `inputs`, 64 hex digits."""
+        return fingerprint(self.inputs(code=code, **parts))
 
     def say(self, message: str) -> None:
         """One line for the person who watches."""
-        print(f"{self.name}: {message}", flush=True)
+        if not self.quiet:
+            print(f"{self.name}: {message}", flush=True)
 
     def progress(self, items: Iterable[T], *, total: int, what: str, unit: str, done: int = 0) -> Iterator[T]:
         """`items` under a progress bar."""
+        if self.quiet:
+            return iter(items)
         return progress(items, total=total, what=f"{self.name}: {what}", unit=unit, done=done)
 
 
@@ -138,9 +152,10 @@ def stage_main(
         print((module.__doc__ or "").strip())
         print(f"\nParameters: section `{name}` of params.yaml; run it with `dvc repro {name}`.")
         raise SystemExit(0 if sys.argv[1] in ("-h", "--help") else 2)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stopped)
-    tracker = open_journal()
+    join_group()
+    stop_on_signals()
+    quiet = rank_and_count()[0] > 0
+    tracker = NullJournal() if quiet else open_journal()
     start = time.monotonic()
     try:
         params = read_params()
@@ -149,14 +164,16 @@ def stage_main(
         if fix:
             fix(shared.determinism)
             check_device(shared.device)
-        stage = Stage(name=name, root=Path(), shared=shared, store=Store(usable_store()), tracker=tracker)
+        store = Store(usable_store())
+        stage = Stage(name=name, root=Path(), shared=shared, store=store, tracker=tracker, quiet=quiet)
         work(cfg, stage)
     except DarkroomError as error:
         fail(name, error)
     except OSError as error:
         fail(name, describe_os_error(error))
     except KeyboardInterrupt:
-        print(f"{name}: stopped; the same command continues from here", file=sys.stderr)
+        if not one_of_several():  # what started them says it once
+            print(f"{name}: {STOPPED}", file=sys.stderr)
         raise SystemExit(130) from None
     tracker.metrics({f"{name}/seconds": time.monotonic() - start})
 
@@ -171,13 +188,17 @@ def describe_os_error(error: OSError) -> DarkroomError:
 
 
 def fail(name: str, error: DarkroomError) -> NoReturn:
-    """Print the error and its remedy, and end with 1."""
-    print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+    """Print the error and its remedy, and end with 1. Of several ranks only the first to fail prints."""
+    ignore_signals()
+    if isinstance(error, LostRanksError) and one_of_several():
+        raise SystemExit(LOST) from error
+    if first_to_fail():
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(1) from error
 
 
 def check_device(device: str) -> None:
-    """Raises MachineError when params ask for CUDA and torch finds none."""
+    """Raises MachineError when params ask for CUDA and torch finds no GPU, or fewer than this stage has processes."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -187,16 +208,15 @@ def check_device(device: str) -> None:
             remedy="set device: cpu, or install a CUDA build of torch and the driver; "
             "`python -m stages.cli doctor` shows what is there",
         )
+    _, count = rank_and_count()
+    if device == "cuda" and count > (gpus := torch.cuda.device_count()):
+        raise MachineError(
+            f"there are {count} processes, but torch sees {gpus} GPU(s): each process needs its own",
+            remedy=f"set DARKROOM_PROCESSES={gpus}, or unset it for one process",
+        )
 
 
 def _plain(part: Any) -> Any:
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         return dataclasses.asdict(part)
     return part
-
-
-def _stopped(_signal: int, _frame: Any) -> None:
-    # Ctrl-C comes twice, from the terminal and through the launcher: the second must not break off the farewell.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt

@@ -53,6 +53,24 @@ def _stats(folder: Path) -> list[os.stat_result]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """Several entries together."""
+
+    name: str  # of their stage; "all"
+    entries: int
+    bytes: int
+
+
+def totals(found: list[Entry]) -> list[Total]:
+    """The sizes of each stage's entries, by stage, and of all, last; found: in the order of `entries`."""
+    groups = [(stage, list(group)) for stage, group in groupby(found, key=lambda entry: entry.stage)]
+    return [
+        Total(name=name, entries=len(group), bytes=sum(entry.bytes for entry in group))
+        for name, group in [*groups, ("all", found)]
+    ]
+
+
 def old_entries(root: Path, keep: int) -> list[Entry]:
     """All but the newest `keep` entries of each stage."""
     old: list[Entry] = []

@@ -48,6 +48,28 @@ def test_forced_with_a_full_store_gives_the_same_lock_and_computes_nothing_anew(
     assert project.lock == before
 
 
+@pytest.mark.parametrize("processes", ["2", "3"])
+def test_encode_in_several_processes_gives_the_same_lock(copy: Copy, processes: str) -> None:
+    project = copy()
+    before = project.lock
+    for stage in ("encode", "encode-text"):
+        shutil.rmtree(project.store / stage)
+    output = project.dvc("repro", "--force", "--single-item", "encode", DARKROOM_PROCESSES=processes)
+    assert output.count("encode: 24 items: 24 pictures and 25 captions encoded") == 1
+    assert project.lock == before
+
+
+def test_an_error_in_several_processes_is_said_once(copy: Copy) -> None:
+    project = copy()
+    project.set("sheet: 8", "sheet: -1")
+    output = project.dvc("repro", "encode", code=255, DARKROOM_PROCESSES="2")
+    assert output.count("encode: error: encode.sheet is -1\n  remedy: set it to 0 or more\n") == 1
+    assert "Traceback" not in output
+    project.set("sheet: -1", "sheet: 7")
+    output = project.dvc("repro", "encode", code=255, DARKROOM_PROCESSES="two")
+    assert "encode: error: the environment variable DARKROOM_PROCESSES is 'two'\n" in output
+
+
 def test_tracking_on_off_and_failing_give_the_same_lock(copy: Copy, tmp_path: Path) -> None:
     project = copy()
     before = project.lock
@@ -67,7 +89,7 @@ def test_tracking_on_off_and_failing_give_the_same_lock(copy: Copy, tmp_path: Pa
 # What a stage has written when it is in the middle of its work.
 MIDDLE = {
     "preprocess": ".darkroom/store/preprocess/*/shard-*.pt",
-    "encode": ".darkroom/store/encode/*/shard-*.safetensors",
+    "encode": ".darkroom/store/encode/*/*.safetensors.safetensors",
     "train": ".darkroom/store/train/*/checkpoint.pt",
     "evaluate": ".darkroom/store/evaluate/*/*.pt",
     "export": "data/export/pipeline/model_index.json",

@@ -41,10 +41,16 @@ def test_help_teaches(command: tuple[str, ...], flag: str) -> None:
     ("arguments", "message"),
     [
         (["docter"], "no command is called 'docter'; did you mean doctor? The commands are "),
-        (["store", "prun"], "no command is called 'prun'; did you mean prune? The commands are prune, show."),
+        (
+            ["store", "prun"],
+            "no command is called 'prun'; did you mean prune? The commands are gc, prune, show.",
+        ),
         (["xyz"], "no command is called 'xyz'. The commands are "),
         (["doctor", "--devise", "cpu"], "No such option"),
         (["doctor", "--device", "gpu"], "'gpu' is not one of 'cpu', 'cuda'"),
+        (["latents", "inspct"], "no command is called 'inspct'; did you mean inspect?"),
+        (["latents", "inspect", "--items", "-1"], "-1 is not in the range x>=0"),
+        (["latents", "inspect", "--sheet", "."], "File '.' is a directory."),
         (["store", "prune", "--keep", "-1"], "-1 is not in the range x>=0"),
         (["params"], "Missing argument 'PRESET'"),
     ],
@@ -130,7 +136,26 @@ def test_store_show(store: Path) -> None:
         ["encode", "c" * 12, "2.0", "MB"],
         ["train", "a" * 12, "3.0", "MB"],
         ["train", "b" * 12, "1.0", "MB"],
+        ["encode", "together", "2.0", "MB"],
+        ["train", "together", "4.0", "MB"],
+        ["all", "together", "6.0", "MB"],
     ]
+    assert lines[-1].endswith(" MB  3 entries")
+
+
+def test_an_empty_store_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DARKROOM_STORE", str(tmp_path))
+    assert call("store", "show").output.split() == [
+        str(tmp_path), "all", "together", "0.0", "MB", "0", "entries"
+    ]  # fmt: skip
+
+
+def test_gc_is_prune(store: Path) -> None:
+    for name in ("gc", "prune"):
+        assert "Remove old work (gc and prune are one command)." in call("store", name, "--help").output
+    assert call("store", "gc", "--yes").output == "1 entries removed, 3.0 MB freed\n"
+    assert not (store / "train" / ("a" * 64)).exists()
+    assert (store / "train" / ("b" * 64)).is_dir()
 
 
 def test_store_prune(store: Path) -> None:

@@ -17,19 +17,19 @@ from stages.core.determinism import DeterminismConfig
 from stages.core.drawings import Drawing, batches, plan
 from stages.core.errors import ConfigError, TrainingError
 from stages.core.intervals import of_mean, of_pair_means
-from stages.core.latents import TEXT_NAME, LatentItem, text_key
+from stages.core.latents import LatentItem
 from stages.core.models.pipeline import Painter
 from stages.core.models.text import TextEncoder
 from stages.core.models.unet import load_unet, save_unet
 from stages.core.models.vae import Vae
 from stages.core.record import read_record
-from stages.core.safetensors_io import save_file
 from stages.core.sampler import stream
-from stages.core.shards import save_pt, shard_name, write_index
+from stages.core.shards import pixel_key, save_pt, shard_name, write_index
 from stages.core.store import Store, sha256_bytes
 from stages.evaluate import EvaluateConfig, band_labels, check, evaluate
 from stages.harness.config import SharedConfig
 from stages.harness.run import Stage
+from tests.latents import item_fields, write_latents
 from tests.tiny import make_tiny_base, scale_output, write_record
 from tests.tiny_clip import make_tiny_clip
 
@@ -70,43 +70,43 @@ class Recorder:
 def make_workspace(root: Path) -> Path:
     """The outs of the stages before evaluate: 9 held-out items, 2 training items, two buckets, two shards."""
     base = make_tiny_base(root / "tiny-sd")
-    write_record(base, root)
+    record = read_record(write_record(base, root))
     make_tiny_clip(root / "clip", base)
     vae, text = Vae(base, "cpu"), TextEncoder(base, "cpu")
-    items: list[dict[str, Any]] = []
+    items: list[LatentItem] = []
     pixels: dict[int, dict[str, Tensor]] = {0: {}, 1: {}}
-    moments: dict[int, dict[str, Tensor]] = {0: {}, 1: {}}
+    moments: dict[str, tuple[Tensor, Tensor]] = {}
     for number in range(11):
         name = sha256_bytes(str(number).encode())
         bucket = (32, 24) if number % 4 == 3 else (32, 32)
         drawn = stream(0, "pixels", number).integers(0, 256, size=(3, *bucket), dtype="uint8")
         picture = torch.from_numpy(drawn)
         mean, logvar = vae.moments(picture[None])
-        shard = number % 2
-        pixels[shard][name] = picture
-        moments[shard] |= {f"{name}.mean": mean[0].clone(), f"{name}.logvar": logvar[0].clone()}
-        items.append(
-            {
-                "id": name,
-                "file_name": f"{number}.png",
-                "caption": f"a {'red' if number % 2 else 'blue'} circle, number {number}",
-                "split": "holdout" if number < 9 else "train",
-                "bucket": list(bucket),
-                "shard": shard,
-            }
+        pixels[number % 2][name] = picture
+        moments[name] = (mean[0].clone(), logvar[0].clone())
+        item = LatentItem(
+            id=name,
+            file_name=f"{number}.png",
+            captions=(f"a {'red' if number % 2 else 'blue'} circle, number {number}",),
+            split="holdout" if number < 9 else "train",
+            bucket=bucket,
+            shard=number % 2,
+            key=pixel_key(picture),
         )
-    items.sort(key=lambda item: item["id"])
+        items.append(item)
+    items.sort(key=lambda item: item.id)
     for shard in (0, 1):
         save_pt(root / "data" / "preprocess" / shard_name(shard, ".pt"), pixels[shard])
-        save_file(root / "data" / "encode" / shard_name(shard, ".safetensors"), moments[shard])
-    captions = ["", *(item["caption"] for item in items)]
-    states = {text_key(caption): text.encode([caption])[0].clone() for caption in captions}
-    save_file(root / "data" / "encode" / TEXT_NAME, states)
-    write_index(root / "data" / "preprocess", {"items": items}, [shard_name(s, ".pt") for s in (0, 1)])
-    write_index(
+    fields = {"items": [item_fields(item) for item in items]}
+    write_index(root / "data" / "preprocess", fields, [shard_name(s, ".pt") for s in (0, 1)])
+    write_latents(
         root / "data" / "encode",
-        {"items": items, "latent_space": vae.space.to_json(), "digest": "0" * 64},
-        [*(shard_name(s, ".safetensors") for s in (0, 1)), TEXT_NAME],
+        items,
+        moments,
+        {caption: text.encode([caption])[0].clone() for caption in ("", *(item.caption for item in items))},
+        space=vae.space.to_json(),
+        vae=record.vae_digest,
+        text_encoder=record.text_digest,
     )
     weights = root / "data" / "train" / "weights"
     save_unet(load_unet(base / "unet", "cpu"), weights, torch.float32)
@@ -313,7 +313,13 @@ def test_settings_that_cannot_work_are_refused(change: dict[str, Any], match: st
 def item(number: int, size: tuple[int, int] = (32, 32), caption: str = "a ball") -> LatentItem:
     name = sha256_bytes(str(number).encode())
     return LatentItem(
-        id=name, file_name=f"{number}.png", caption=caption, split="holdout", bucket=size, shard=0
+        id=name,
+        file_name=f"{number}.png",
+        captions=(caption,),
+        split="holdout",
+        bucket=size,
+        shard=0,
+        key=name,
     )
 
 

@@ -1,6 +1,7 @@
 """The stage on small folders: rows, splits, duplicates, quarantine, limits."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from PIL import Image
 from stages.core.determinism import DeterminismConfig
 from stages.core.errors import ConfigError, SourceError
 from stages.core.manifest import MANIFEST, read_rows, split_of
-from stages.core.store import Store, sha256_file
+from stages.core.store import Store, fingerprint, sha256_file
 from stages.harness.config import SharedConfig
 from stages.harness.journal import NullJournal
 from stages.harness.run import Stage
@@ -37,6 +38,14 @@ def picture(
     return path
 
 
+def several(root: Path, **captions: list[str]) -> None:
+    """The pictures' captions from metadata.jsonl, `a=["one", "two"]` for a.png, not from text files."""
+    for path in (root / "pictures").glob("*.txt"):
+        path.unlink()
+    lines = [json.dumps({"file_name": f"{name}.png", "text": texts}) for name, texts in captions.items()]
+    (root / "pictures" / "metadata.jsonl").write_text("\n".join(lines))
+
+
 def rows(root: Path) -> dict[str, dict[str, Any]]:
     table = read_rows(root / "data" / "ingest" / "manifest.parquet", [field.name for field in MANIFEST])
     return {row["file_name"]: row for row in table}
@@ -53,7 +62,7 @@ def test_rows_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows(tmp_path)["0.png"] == {
         "item_id": item,
         "file_name": "0.png",
-        "caption": "number 0",
+        "captions": ["number 0"],
         "bytes": paths[0].stat().st_size,
         "format": "PNG",
         "mode": "RGB",
@@ -97,6 +106,43 @@ def test_duplicates(tmp_path: Path) -> None:
     (tmp_path / "pictures" / "c.txt").write_text("another")
     with pytest.raises(SourceError, match=r"a\.png and c\.png are the same picture with different captions"):
         ingest(CONFIG, stage_in(tmp_path))
+
+
+def test_several_captions_keep_their_order_in_the_row_and_in_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: list[str] = []
+
+    def dataset(self: NullJournal, name: str, digest: str, source: str, counts: Mapping[str, float]) -> None:
+        digests.append(digest)
+
+    monkeypatch.setattr(NullJournal, "dataset", dataset)
+    ids = [sha256_file(picture(tmp_path, f"{name}.png", number)) for number, name in enumerate("ab")]
+    for texts in (["red", "a ball"], ["a ball", "red"]):
+        several(tmp_path, a=texts, b=["blue"])
+        ingest(CONFIG, stage_in(tmp_path))
+        assert {name: row["captions"] for name, row in rows(tmp_path).items()} == {
+            "a.png": texts,
+            "b.png": ["blue"],
+        }
+        assert digests[-1] == fingerprint({"a.png": [ids[0], texts], "b.png": [ids[1], ["blue"]]})
+    assert digests[0] != digests[1]
+
+
+def test_duplicates_have_the_same_captions_in_the_same_order(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        picture(tmp_path, name, 1)
+    several(tmp_path, a=["red", "a ball"], b=["red", "a ball"])
+    ingest(CONFIG, stage_in(tmp_path))
+    assert [row["status"] for row in rows(tmp_path).values()] == ["accepted", "duplicate"]
+    for other in (["a ball", "red"], ["red"], ["red", "a ball", "round"]):
+        several(tmp_path, a=["red", "a ball"], b=other)
+        message = (
+            r"a\.png and b\.png are the same picture with different captions\n"
+            r"  remedy: .*the same captions in the same order"
+        )
+        with pytest.raises(SourceError, match=message):
+            ingest(CONFIG, stage_in(tmp_path))
 
 
 def test_quarantine_up_to_the_limit(tmp_path: Path) -> None:

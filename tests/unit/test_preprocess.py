@@ -13,11 +13,11 @@ from stages import preprocess as stage_module
 from stages.core.buckets import BucketConfig
 from stages.core.errors import ConfigError, SourceError
 from stages.core.manifest import ITEMS, read_rows
-from stages.core.shards import load_pt, read_index, shard_of
+from stages.core.shards import load_pt, open_index, shard_of
 from stages.core.store import sha256_file
 from stages.ingest import IngestConfig, ingest
 from stages.preprocess import PreprocessConfig, preprocess
-from tests.unit.test_ingest import picture, stage_in
+from tests.unit.test_ingest import picture, several, stage_in
 
 INGEST = IngestConfig(source="pictures", holdout_percent=50, max_pixels=10_000, max_quarantined_percent=100)
 CONFIG = PreprocessConfig(
@@ -54,11 +54,13 @@ def table(root: Path) -> dict[str, dict[str, Any]]:
 
 def test_items_pixels_and_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(root)
-    index = read_index(root / "data" / "preprocess")
+    index = open_index(root / "data" / "preprocess")
     assert len(index["items"]) == 10
+    assert index["shards"] == 4
     assert [item["id"] for item in index["items"]] == sorted(item["id"] for item in index["items"])
     for item in index["items"]:
         assert item["id"] == sha256_file(root / "pictures" / item["file_name"])
+        assert item["captions"] == [f"number {item['file_name'][0]}"]
         assert item["shard"] == shard_of(item["id"], 4)
         pixels = load_pt(root / "data" / "preprocess" / f"shard-0{item['shard']}.pt")[item["id"]]
         colour = int(item["file_name"][0])
@@ -110,8 +112,25 @@ def test_another_caption_and_another_name_decode_nothing(
         (root / "pictures" / f"2{suffix}").rename(root / "pictures" / f"two{suffix}")
     run(root)
     assert "(0 decoded, 10 kept)" in capsys.readouterr().out
-    assert table(root)["1.png"]["caption"] == "another caption"
+    assert table(root)["1.png"]["captions"] == ["another caption"]
     assert "two.png" in table(root)
+
+
+def test_several_captions_reach_index_and_table_in_their_order(root: Path) -> None:
+    captions = {f"{n}": [f"number {n}", "a colour"][:: -1 if n % 2 else 1] for n in range(10)}
+    several(root, **captions)
+    run(root)
+    expected = {f"{name}.png": texts for name, texts in captions.items()}
+    index = open_index(root / "data" / "preprocess")
+    assert {item["file_name"]: item["captions"] for item in index["items"]} == expected
+    assert {name: row["captions"] for name, row in table(root).items()} == expected
+
+
+def test_the_number_of_shards_is_stated_though_some_are_empty(root: Path) -> None:
+    run(root, replace(CONFIG, shards=50))
+    index = open_index(root / "data" / "preprocess")
+    assert index["shards"] == 50
+    assert len(index["files"]) == len({item["shard"] for item in index["items"]}) <= 10
 
 
 @pytest.mark.parametrize("change", [{"background": [0, 0, 0]}, {"shards": 5}, {"allow_upscale": True}])

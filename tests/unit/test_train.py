@@ -17,10 +17,11 @@ from stages import train as stage_module
 from stages.core.batches import Batches
 from stages.core.determinism import DeterminismConfig
 from stages.core.errors import ConfigError, TrainingError
-from stages.core.latents import TEXT_NAME, LatentCache, text_key
+from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.lora import add_lora
 from stages.core.models.schedule import NoiseSchedule
 from stages.core.models.unet import load_unet
+from stages.core.record import read_record
 from stages.core.safetensors_io import save_file
 from stages.core.sampler import normal
 from stages.core.shards import write_index
@@ -37,6 +38,7 @@ from stages.train import (
     check,
     train,
 )
+from tests.latents import write_latents
 from tests.tiny import TEXT_LIMIT, make_tiny_base, write_record
 
 CONFIG = TrainConfig(
@@ -76,33 +78,39 @@ OUTS = ("loss.csv", "validation.csv", "metrics.json")
 def make_workspace(root: Path) -> Path:
     """A base, its record, and a hand-made latent cache: 5 + 2 items to train on in two buckets, 3 held out."""
     base = make_tiny_base(root / "tiny-sd")
-    write_record(base, root)
-    items: list[dict[str, Any]] = []
-    tensors: dict[str, torch.Tensor] = {}
-    texts = {text_key(""): normal(0, "text", 99, shape=(TEXT_LIMIT, 32))}
+    record = read_record(write_record(base, root))
+    items: list[LatentItem] = []
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    texts = {"": normal(0, "text", 99, shape=(TEXT_LIMIT, 32))}
     for number in range(10):
         name = sha256_bytes(str(number).encode())
-        bucket = [32, 48] if number in (5, 6) else [32, 32]
+        bucket = (32, 48) if number in (5, 6) else (32, 32)
         shape = (4, bucket[0] // 4, bucket[1] // 4)
-        tensors[f"{name}.mean"] = normal(0, "mean", number, shape=shape)
-        tensors[f"{name}.logvar"] = normal(0, "logvar", number, shape=shape) - 4
+        moments[name] = (
+            normal(0, "mean", number, shape=shape),
+            normal(0, "logvar", number, shape=shape) - 4,
+        )
         caption = f"picture {number}"
-        texts[text_key(caption)] = normal(0, "text", number, shape=(TEXT_LIMIT, 32))
-        split = "train" if number < 7 else "holdout"
-        item = {
-            "id": name,
-            "file_name": f"{number}.png",
-            "caption": caption,
-            "split": split,
-            "bucket": bucket,
-        }
-        items.append({**item, "shard": 0})
-    folder = root / "data" / "encode"
-    save_file(folder / "shard-00.safetensors", tensors)
-    save_file(folder / TEXT_NAME, texts)
-    space = {"channels": 4, "downsample": 4, "scaling_factor": 0.6, "shift_factor": 0.0}
-    fields = {"items": sorted(items, key=lambda item: item["id"]), "latent_space": space}
-    write_index(folder, fields, ["shard-00.safetensors", TEXT_NAME])
+        texts[caption] = normal(0, "text", number, shape=(TEXT_LIMIT, 32))
+        item = LatentItem(
+            id=name,
+            file_name=f"{number}.png",
+            captions=(caption,),
+            split="train" if number < 7 else "holdout",
+            bucket=bucket,
+            shard=0,
+            key=sha256_bytes(b"pixels" + name.encode()),
+        )
+        items.append(item)
+    write_latents(
+        root / "data" / "encode",
+        sorted(items, key=lambda item: item.id),
+        moments,
+        texts,
+        space={"channels": 4, "downsample": 4, "scaling_factor": 0.6, "shift_factor": 0.0},
+        vae=record.vae_digest,
+        text_encoder=record.text_digest,
+    )
     return root
 
 
@@ -346,10 +354,9 @@ def poison(root: Path, name: str) -> None:
     index = json.loads((folder / "index.json").read_text())
     (item,) = [item for item in index["items"] if item["file_name"] == name]
     tensors = load_file(folder / "shard-00.safetensors")
-    tensors[f"{item['id']}.mean"][0, 0, 0] = math.nan
+    tensors[f"{item['key']}.mean"][0, 0, 0] = math.nan
     save_file(folder / "shard-00.safetensors", tensors)
-    fields = {key: index[key] for key in ("items", "latent_space")}
-    write_index(folder, fields, list(index["files"]))
+    write_index(folder, index, list(index["files"]))
 
 
 def test_a_loss_that_is_no_number_names_step_and_files(workspace: Path) -> None:

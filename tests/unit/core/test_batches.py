@@ -1,14 +1,19 @@
 """A micro-batch is a function of (seed, number): against the formulas, in any order."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from stages.core.batches import Batches
-from stages.core.latents import LatentCache
+from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.schedule import NoiseSchedule
 from stages.core.sampler import integers, normal, uniforms
+from stages.core.shuffle import ShuffleConfig, variants
+from stages.core.store import sha256_bytes
+from tests.latents import write_latents
+from tests.tiny import make_tiny_base
 from tests.unit.test_train import make_workspace
 
 
@@ -79,3 +84,76 @@ def test_caption_dropout_never_and_always(root: Path, dropout: float, share: flo
     empty = made.cache.text("")
     rows = [torch.equal(text, empty) for number in range(6) for text in made[number].text_BLD]
     assert sum(rows) / len(rows) == share
+
+
+# --- mirrored pictures, several captions
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six items of one bucket; mean = place, mirrored mean = place + 100; two captions each, one of them of three tags."""
+    root = tmp_path_factory.mktemp("varied")
+    make_tiny_base(root / "tiny-sd")
+    items: list[LatentItem] = []
+    for place in range(6):
+        name = sha256_bytes(str(place).encode())
+        captions = (f"one {place}", f"a {place}, b, c")
+        item = LatentItem(
+            id=name,
+            file_name=f"{place}.png",
+            captions=captions,
+            split="train",
+            bucket=(8, 8),
+            shard=0,
+            key=name,
+        )
+        items.append(item)
+    low = torch.full((4, 2, 2), -60.0)  # no spread: a draw is the mean
+    shuffle = ShuffleConfig(variants=3, separator=", ", keep=0, seed=1)
+    captions = [text for item in items for caption in item.captions for text in variants(caption, shuffle)]
+    write_latents(
+        root / "encode",
+        items,
+        {item.id: (torch.full((4, 2, 2), float(item.file_name[0])), low) for item in items},
+        {"": torch.full((3, 2), -1.0)}
+        | {text: torch.full((3, 2), float(n)) for n, text in enumerate(captions)},
+        flipped={item.id: (torch.full((4, 2, 2), 100.0 + float(item.file_name[0])), low) for item in items},
+        space={"channels": 4, "downsample": 4, "scaling_factor": 1.0, "shift_factor": 0.0},
+        shuffle=shuffle.to_json(),
+    )
+    return root
+
+
+def varied_batches(root: Path, seed: int = 3) -> Batches:
+    schedule = NoiseSchedule(root / "tiny-sd", "cpu")
+    return Batches(
+        LatentCache(root / "encode"), schedule, batch_size=3, seed=seed, caption_dropout=0.0, device="cpu"
+    )
+
+
+def test_mirrored_and_captions_are_drawn_by_number_and_row(varied: Path) -> None:
+    made = varied_batches(varied)
+    mirrored: list[bool] = []
+    seen: dict[str, set[str]] = defaultdict(set)
+    for number in range(400):
+        batch = made[number]
+        for row, item in enumerate(batch.items):
+            flip = integers(3, "flip", number, row, below=2)[0] == 1
+            texts = made.cache.texts(item)
+            assert len(texts) == 4
+            text = texts[integers(3, "caption", number, row, below=4)[0]]
+            clean = made.cache.moments(item, flipped=flip)[0]
+            noise = normal(3, "noise", number, row, shape=(4, 2, 2))
+            alpha = made.schedule.alphas_cumprod[int(batch.steps_B[row])]
+            velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
+            assert torch.allclose(batch.target_BChw[row], velocity, atol=1e-4)
+            assert torch.equal(batch.text_BLD[row], made.cache.text(text))
+            mirrored.append(flip)
+            seen[item.file_name].add(text)
+    assert 0.45 < sum(mirrored) / len(mirrored) < 0.55
+    assert seen == {item.file_name: set(made.cache.texts(item)) for item in made.items}
+
+
+def test_without_flips_nothing_is_mirrored(root: Path) -> None:
+    assert not batches(root).cache.flips
+    batches(root)[0]  # would ask for moments that are not there

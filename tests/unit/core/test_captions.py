@@ -2,17 +2,19 @@
 
 import json
 import re
+import sys
 import unicodedata
 from pathlib import Path
 
 import pytest
 
-from stages.core.captions import picture_files, read_captions
+from stages.core.captions import read_captions
 from stages.core.errors import SourceError
 
 
 def folder(root: Path, *names: str, **texts: bytes) -> Path:
     """Empty pictures `names`; `metadata_jsonl=b"..."` writes metadata.jsonl."""
+    root.mkdir(exist_ok=True)
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"")
@@ -25,66 +27,6 @@ def line(name: str, text: object) -> bytes:
     return json.dumps({"file_name": name, "text": text}).encode()
 
 
-# --- which files are pictures
-
-
-def test_pictures_are_sorted_relative_and_of_any_case(tmp_path: Path) -> None:
-    folder(tmp_path, "b.PNG", "a dir/ü é.JpEg", "a.txt", ".hidden.png", ".git/c.png", "z.webp", "notes.md")
-    (tmp_path / "folder.png").mkdir()
-    assert picture_files(tmp_path) == ["a dir/ü é.JpEg", "b.PNG", "z.webp"]
-
-
-def test_missing_folder_names_the_three_remedies(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="nowhere is missing") as caught:
-        picture_files(tmp_path / "nowhere")
-    for remedy in ("put your pictures there", "sample-data", "dvc pull"):
-        assert remedy in caught.value.remedy
-
-
-def test_folder_without_pictures(tmp_path: Path) -> None:
-    folder(tmp_path, "a.txt")
-    with pytest.raises(SourceError, match=r"holds no pictures \(\.png, \.jpg"):
-        picture_files(tmp_path)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_links_to_pictures(tmp_path: Path, inside: bool) -> None:
-    source = folder(tmp_path / "source", "a.png")
-    folder(tmp_path, "out.png")
-    (source / "link.png").symlink_to(source / "a.png" if inside else tmp_path / "out.png")
-    if inside:
-        assert picture_files(source) == ["a.png", "link.png"]
-        return
-    with pytest.raises(SourceError, match=r"source/link\.png is a link out of .*source"):
-        picture_files(source)
-
-
-def test_links_to_nothing_and_to_folders_are_named_not_skipped(tmp_path: Path) -> None:
-    source = folder(tmp_path / "source", "a.png", "sub/b.png")
-    (source / "gone.png").symlink_to(source / "no-such.png")
-    with pytest.raises(SourceError, match=r"gone\.png is a link to nothing"):
-        picture_files(source)
-    (source / "gone.png").unlink()
-    (source / "linked").symlink_to(source / "sub")
-    with pytest.raises(SourceError, match=r"linked is a link to a folder"):
-        picture_files(source)
-
-
-def test_a_picture_of_an_unread_kind_is_named_not_skipped(tmp_path: Path) -> None:
-    folder(tmp_path, "a.png", "b.HEIC")
-    with pytest.raises(SourceError, match=r"b\.HEIC is of a kind that is not read \(\.heic\)"):
-        picture_files(tmp_path)
-
-
-def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    try:
-        (tmp_path / "caf\udce9.png").write_bytes(b"")
-    except OSError:
-        pytest.skip("this file system takes UTF-8 names only")
-    with pytest.raises(SourceError, match=r"the file name 'caf\\udce9\.png' is not UTF-8"):
-        picture_files(tmp_path)
-
-
 # --- good captions
 
 
@@ -95,20 +37,46 @@ def test_jsonl_with_bom_crlf_blank_lines_and_more_fields(tmp_path: Path) -> None
         + b'\r\n\r\n{"file_name": "./s/\xc3\xbc.png", "text": "blue", "x": 1}\r\n'
     )
     folder(tmp_path, metadata_jsonl=data)
-    assert read_captions(tmp_path, ["a b.png", "s/ü.png"]) == {"a b.png": "red", "s/ü.png": "blue"}
+    assert read_captions(tmp_path, ["a b.png", "s/ü.png"]) == {"a b.png": ["red"], "s/ü.png": ["blue"]}
 
 
 def test_csv_with_quotes_newlines_and_another_column(tmp_path: Path) -> None:
     data = b'text,source,file_name\r\n"one, ""two""\nthree",x,a.png\r\n\r\nplain,y,b.png\r\n'
     folder(tmp_path, metadata_csv=data)
-    assert read_captions(tmp_path, ["a.png", "b.png"]) == {"a.png": 'one, "two"\nthree', "b.png": "plain"}
+    assert read_captions(tmp_path, ["a.png", "b.png"]) == {"a.png": ['one, "two"\nthree'], "b.png": ["plain"]}
 
 
 def test_sidecars(tmp_path: Path) -> None:
     folder(tmp_path, "s/a.b.png", "s/a.b.txt", "c.JPG", "c.txt", "README.txt")
     (tmp_path / "s" / "a.b.txt").write_bytes(b"\xef\xbb\xbf dotted \r\n")
     (tmp_path / "c.txt").write_text("ünï")
-    assert read_captions(tmp_path, ["c.JPG", "s/a.b.png"]) == {"c.JPG": "ünï", "s/a.b.png": "dotted"}
+    assert read_captions(tmp_path, ["c.JPG", "s/a.b.png"]) == {"c.JPG": ["ünï"], "s/a.b.png": ["dotted"]}
+
+
+def test_a_list_keeps_its_order_and_what_differs_in_case_or_form(tmp_path: Path) -> None:
+    data = line("a.png", ["z", " a\n", "A", "é", "e\u0301"]) + b"\n" + line("b.png", ["one"])
+    folder(tmp_path, metadata_jsonl=data)
+    assert read_captions(tmp_path, ["a.png", "b.png"]) == {
+        "a.png": ["z", "a", "A", "é", "e\u0301"],
+        "b.png": ["one"],
+    }
+
+
+def test_a_list_in_csv_and_in_a_text_file_is_one_caption(tmp_path: Path) -> None:
+    folder(tmp_path / "csv", metadata_csv=b'file_name,text\na.png,"[""one"", ""two""]"\n')
+    assert read_captions(tmp_path / "csv", ["a.png"]) == {"a.png": ['["one", "two"]']}
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    assert read_captions(tmp_path, ["a.png"]) == {"a.png": ["one\ntwo"]}
+
+
+def test_tabs_and_line_breaks_are_text(tmp_path: Path) -> None:
+    text = "one\ttwo\r\nthree\rfour"
+    folder(tmp_path / "jsonl", metadata_jsonl=line("a.png", [text]))
+    folder(tmp_path / "csv", metadata_csv=f'file_name,text\na.png,"{text}"\n'.encode())
+    folder(tmp_path / "txt")
+    (tmp_path / "txt" / "a.txt").write_bytes(text.encode())
+    for form in ("jsonl", "csv", "txt"):
+        assert read_captions(tmp_path / form, ["a.png"]) == {"a.png": [text]}
 
 
 # --- faults, by line
@@ -117,7 +85,10 @@ def test_sidecars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (line("a.png", "x") + b"\n" + line("a.png", "y"), r"jsonl, line 2: a\.png has a second caption"),
+        (
+            line("a.png", "x") + b"\n" + line("a.png", "y"),
+            r"jsonl, line 2: a\.png has a second line\n  remedy: keep one",
+        ),
         (line("a.png", "x") + b"\n\n" + line("b.png", "y"), r"jsonl, line 3: b\.png is not a picture in "),
         (line("a.png", " \t"), r"jsonl, line 1: the caption of a\.png is empty"),
         (line("a.png", 7), r"jsonl, line 1: field 'text' is not text"),
@@ -135,6 +106,27 @@ def test_sidecars(tmp_path: Path) -> None:
         ),
         (line("a.png", "x") + b'\n\n{"text": "caf\xe9"}', r"jsonl, line 3: not UTF-8"),
         (b'{"file_name": "a.png", "text": "\\ud800"}', r"jsonl, line 1: half of a surrogate pair"),
+        (b'{"file_name": "\\udfff.png", "text": "x"}', r"jsonl, line 1: half of a surrogate pair"),
+        (b'{"file_name": "a.png", "text": ["x", "\\udc00"]}', r"jsonl, line 1: half of a surrogate pair"),
+        (
+            line("a.png", {"en": "x"}),
+            r"line 1: field 'text' is not text\n  remedy: .*\"text\" may be a list$",
+        ),
+        (line("a.png", []), r"jsonl, line 1: the list of captions of a\.png is empty\n  remedy: write one$"),
+        (
+            line("a.png", ["x", ["y"]]),
+            r"jsonl, line 1: caption 2 of a\.png is not text\n  remedy: write each caption of the list as text$",
+        ),
+        (line("a.png", [None]), r"jsonl, line 1: caption 1 of a\.png is not text"),
+        (line("a.png", ["x", " \n"]), r"jsonl, line 1: caption 2 of a\.png is empty\n  remedy: write one$"),
+        (
+            b"\n" + line("a.png", ["x", "y", " x "]),
+            r"jsonl, line 2: captions 1 and 3 of a\.png are the same\n  remedy: remove one of them$",
+        ),
+        (
+            line("a.png", "x") + b"\n" + line("b.png", ["x", "y\x07"]),
+            r"line 2: caption 2 of b\.png holds the control character U\+0007\n  remedy: remove it, or write the letter",
+        ),
     ],
 )
 def test_jsonl_faults(tmp_path: Path, data: bytes, message: str) -> None:
@@ -147,7 +139,7 @@ def test_jsonl_faults(tmp_path: Path, data: bytes, message: str) -> None:
     ("data", "message"),
     [
         # The second row begins on line 4: the first one's caption runs over two lines, and one is blank.
-        (b'file_name,text\na.png,"one\ntwo"\n\na.png,again\n', r"csv, line 5: a\.png has a second caption"),
+        (b'file_name,text\na.png,"one\ntwo"\n\na.png,again\n', r"csv, line 5: a\.png has a second line"),
         (
             b'file_name,text\na.png,"one\ntwo"\n"b.png","three\nfour"\n',
             r"csv, line 4: b\.png is not a picture",
@@ -159,12 +151,26 @@ def test_jsonl_faults(tmp_path: Path, data: bytes, message: str) -> None:
         (b"", r"csv, line 1: no column file_name, text"),
         (b"file_name,text,text\na.png,x,y\n", r"csv, line 1: two columns have one name"),
         (b"file_name,text\na.png,caf\xe9\n", r"csv, line 2: not UTF-8"),
+        (
+            b"file_name,text\n\na.png,one\xc2\x92s\n",
+            r"csv, line 3: the caption of a\.png holds the control character U\+0092",
+        ),
     ],
 )
 def test_csv_faults(tmp_path: Path, data: bytes, message: str) -> None:
     folder(tmp_path, "a.png", metadata_csv=data)
     with pytest.raises(SourceError, match=message):
         read_captions(tmp_path, ["a.png"])
+
+
+def test_every_control_character_is_refused_also_where_it_could_pass_for_white_space(tmp_path: Path) -> None:
+    letters = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Cc"]
+    assert len(letters) == 65
+    for letter in sorted(set(letters) - set("\t\n\r")):
+        folder(tmp_path, metadata_jsonl=line("a.png", f"x{letter}"))
+        message = rf"the caption of a\.png holds the control character U\+{ord(letter):04X}\n"
+        with pytest.raises(SourceError, match=message):
+            read_captions(tmp_path, ["a.png"])
 
 
 def test_pictures_without_a_line_are_counted_and_listed(tmp_path: Path) -> None:
@@ -200,6 +206,10 @@ def test_another_unicode_form_of_a_name_is_explained(tmp_path: Path) -> None:
         ),
         ({"a.txt": b"x", "b.txt": b" \n"}, r"b\.txt is empty"),
         ({"a.txt": b"x\n\xe9", "b.txt": b"x"}, r"a\.txt, line 2: not UTF-8"),
+        (
+            {"a.txt": b"x\n\ny\x0cz", "b.txt": b"x"},
+            r"a\.txt, line 3: the caption holds the control character U\+000C",
+        ),
     ],
 )
 def test_sidecar_faults(tmp_path: Path, texts: dict[str, bytes], message: str) -> None:

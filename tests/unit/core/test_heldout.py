@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from stages.core.heldout import band_timesteps, heldout_losses
-from stages.core.latents import TEXT_NAME, LatentCache, LatentItem, text_key
+from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.schedule import NoiseSchedule
-from stages.core.safetensors_io import save_file
 from stages.core.sampler import normal
-from stages.core.shards import write_index
 from stages.core.store import sha256_bytes, write_json
+from tests.latents import write_latents
 
 SPACE = {"channels": 4, "downsample": 4, "scaling_factor": 0.5, "shift_factor": 0.25}
 
@@ -51,30 +50,27 @@ def scheduler(folder: Path, prediction: str) -> NoiseSchedule:
 
 def latent_cache(folder: Path, buckets: list[tuple[int, int]]) -> LatentCache:
     """One held-out item per bucket, each with its own latents and caption."""
-    tensors: dict[str, Tensor] = {}
+    moments: dict[str, tuple[Tensor, Tensor]] = {}
     texts = {"": torch.zeros(3, 2)}
-    items: list[dict[str, Any]] = []
+    items: list[LatentItem] = []
     for number, (height, width) in enumerate(buckets):
         name = sha256_bytes(str(number).encode())
         shape = (4, height // 4, width // 4)
-        tensors[f"{name}.mean"] = normal(number, "mean", shape=shape)
-        tensors[f"{name}.logvar"] = torch.full(shape, 3.0)  # large: a draw from the posterior would show
+        # The variance is large: a draw from the posterior would show.
+        moments[name] = (normal(number, "mean", shape=shape), torch.full(shape, 3.0))
         caption = f"picture {number}"
         texts[caption] = torch.full((3, 2), number / 10)
-        items.append(
-            {
-                "id": name,
-                "file_name": f"{number}.png",
-                "caption": caption,
-                "split": "holdout",
-                "bucket": [height, width],
-                "shard": 0,
-            }
+        item = LatentItem(
+            id=name,
+            file_name=f"{number}.png",
+            captions=(caption,),
+            split="holdout",
+            bucket=(height, width),
+            shard=0,
+            key=name,
         )
-    save_file(folder / "shard-00.safetensors", tensors)
-    save_file(folder / TEXT_NAME, {text_key(caption): states for caption, states in texts.items()})
-    fields = {"items": items, "latent_space": SPACE, "digest": "0" * 64}
-    write_index(folder, fields, ["shard-00.safetensors", TEXT_NAME])
+        items.append(item)
+    write_latents(folder, items, moments, texts, space=SPACE)
     return LatentCache(folder)
 
 

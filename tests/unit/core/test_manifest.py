@@ -16,7 +16,7 @@ ROWS: list[dict[str, Any]] = [
     {
         "item_id": sha256_bytes(str(n).encode()),
         "file_name": f"ü {n}.png",
-        "caption": "a\nb",
+        "captions": ["a\nb", "ü"][: 1 + n % 2],
         "bytes": n,
         "split": "train",
     }
@@ -26,10 +26,10 @@ ROWS: list[dict[str, Any]] = [
 
 def test_round_trip_keeps_order_and_nulls(tmp_path: Path) -> None:
     write_table(tmp_path / "t.parquet", ROWS, MANIFEST)
-    rows = read_rows(tmp_path / "t.parquet", ["file_name", "bytes", "width"])
+    rows = read_rows(tmp_path / "t.parquet", ["file_name", "captions", "bytes", "width"])
     assert rows[:2] == [
-        {"file_name": "ü 0.png", "bytes": 0, "width": None},
-        {"file_name": "ü 1.png", "bytes": 1, "width": None},
+        {"file_name": "ü 0.png", "captions": ["a\nb"], "bytes": 0, "width": None},
+        {"file_name": "ü 1.png", "captions": ["a\nb", "ü"], "bytes": 1, "width": None},
     ]
     assert len(rows) == 50
 

@@ -25,7 +25,7 @@ from stages.core.record import (
     verified_folder,
 )
 from stages.core.store import sha256_bytes, sha256_file, write_json
-from tests.tiny import make_tiny_base, write_record
+from tests.tiny import make_tiny_base, make_tiny_xl, write_record
 
 SOURCE = {"kind": "folder", "path": "base"}
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -85,9 +85,33 @@ def test_pickled_weights_are_named_and_never_enough(base: Path) -> None:
 
 def test_another_pipeline(base: Path) -> None:
     path = base / "model_index.json"
-    path.write_text(path.read_text().replace('"StableDiffusionPipeline"', '"StableDiffusionXLPipeline"'))
-    with pytest.raises(BaseModelError, match=r"model_index\.json says 'StableDiffusionXLPipeline'"):
+    path.write_text(path.read_text().replace('"StableDiffusionPipeline"', '"StableDiffusion3Pipeline"'))
+    message = (
+        r"model_index\.json says 'StableDiffusion3Pipeline'\n  remedy: this version reads folders of "
+        "StableDiffusionPipeline and StableDiffusionXLPipeline"
+    )
+    with pytest.raises(BaseModelError, match=message):
         describe(base, SOURCE)
+
+
+def test_one_text_encoder(base: Path) -> None:
+    record = describe(base, SOURCE)
+    assert record.text_components == ("text_encoder", "tokenizer")
+    assert record.text_digest == record.component_digest("text_encoder", "tokenizer")
+    assert record.vae_digest == record.component_digest("vae") != record.text_digest
+
+
+def test_two_text_encoders(tmp_path: Path) -> None:
+    folder = make_tiny_xl(tmp_path / "xl")
+    record = describe(folder, SOURCE)
+    assert record.text_components == ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    assert record.text_digest == record.component_digest(*record.text_components)
+    assert record.components["text_encoder_2"]["class"] == "CLIPTextModelWithProjection"
+    shutil.rmtree(folder / "tokenizer_2")
+    with pytest.raises(
+        BaseModelError, match=r"xl/tokenizer_2 is missing or empty\n  remedy: a base needs .*tokenizer_2"
+    ):
+        describe(folder, SOURCE)
 
 
 def test_no_index_and_a_broken_one(base: Path) -> None:

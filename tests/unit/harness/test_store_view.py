@@ -7,7 +7,7 @@ import pytest
 
 from stages.core.errors import LockedError
 from stages.core.store import Store
-from stages.harness.store_view import entries, old_entries, remove
+from stages.harness.store_view import Total, entries, old_entries, remove, totals
 
 
 @pytest.fixture
@@ -36,6 +36,15 @@ def test_entries_by_stage_and_age(root: Path) -> None:
 
 def test_no_store_is_an_empty_one(tmp_path: Path) -> None:
     assert entries(tmp_path / "nowhere") == []
+
+
+def test_totals(root: Path) -> None:
+    assert totals(entries(root)) == [
+        Total(name="encode", entries=1, bytes=5),
+        Total(name="train", entries=3, bytes=60),
+        Total(name="all", entries=4, bytes=65),
+    ]
+    assert totals([]) == [Total(name="all", entries=0, bytes=0)]
 
 
 def test_a_lock_counts_as_use(root: Path) -> None:
