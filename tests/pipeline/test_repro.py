@@ -89,7 +89,7 @@ def test_tracking_on_off_and_failing_give_the_same_lock(copy: Copy, tmp_path: Pa
 # What a stage has written when it is in the middle of its work.
 MIDDLE = {
     "preprocess": ".darkroom/store/preprocess/*/shard-*.pt",
-    "encode": ".darkroom/store/encode/*/*.safetensors.safetensors",
+    "encode": ".darkroom/store/encode/*/*.safetensors",
     "train": ".darkroom/store/train/*/checkpoint.pt",
     "evaluate": ".darkroom/store/evaluate/*/*.pt",
     "export": "data/export/pipeline/model_index.json",
