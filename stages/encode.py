@@ -32,7 +32,7 @@ from stages.core.moments import PARTS, Row, encode_group, grouped, unusable
 from stages.core.packs import Packs, Writer
 from stages.core.pixels import Pixels
 from stages.core.ranks import Ranks, ranks
-from stages.core.reconstruction import choose, decoded, psnr, reconstruction_sheet
+from stages.core.reconstruction import choose, decoded, psnr_of, reconstruction_sheet
 from stages.core.record import read_record, verified_folder
 from stages.core.rounding import difference, dtype_of, error_of
 from stages.core.safetensors_io import save_file
@@ -380,7 +380,7 @@ def write_sheet(job: Job) -> None:
     # Not an out: another CPU may round a pixel differently, and nothing that follows needs it.
     path = job.stage.store.root / "encode" / "reconstruction.png"
     write_atomic(path, png_bytes(reconstruction_sheet(chosen, sources, pictures)))
-    mean = sum(psnr(one, other) for one, other in zip(sources, pictures, strict=True)) / len(chosen)
+    mean = sum(psnr_of(one, other) for one, other in zip(sources, pictures, strict=True)) / len(chosen)
     job.stage.tracker.image("encode/reconstruction", path)
     job.stage.tracker.metrics({"encode/reconstruction_psnr_db": mean})
     job.stage.say(f"decoded again, {len(chosen)} pictures are {mean:.1f} dB from their sources: see {path}")

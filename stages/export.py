@@ -30,6 +30,7 @@ from stages.core.models.text import TextEncoder
 from stages.core.models.trained import is_lora, load_plain_unet, load_trained_unet
 from stages.core.models.vae import Vae
 from stages.core.parity import Check, Outputs, Probe
+from stages.core.psnr import psnr
 from stages.core.record import COMPONENTS, read_record, verified_folder
 from stages.core.store import file_digests, sha256_file, write_json
 from stages.core.sums import SUMS_NAME, write_sums
@@ -183,7 +184,7 @@ def compare_pictures(stage: Stage, base: Path, trained: Trained) -> float:
     got = diffusers_folder.draw(
         stage.out / "pipeline", CAPTIONS, seeds, size=trained.size, steps=STEPS, guidance=GUIDANCE
     )
-    return parity.psnr(got, expected)
+    return psnr(got, expected)
 
 
 def parity_facts(cfg: ExportConfig, checks: list[Check], size: tuple[int, int], seed: int) -> dict[str, Any]:

@@ -111,13 +111,6 @@ def compare_all(prefix: str, got: list[Outputs], expected: list[Outputs], limit:
     ]
 
 
-def psnr(got_BCHW: Tensor, expected_BCHW: Tensor) -> float:
-    """Peak signal-to-noise ratio of uint8 pictures in dB, the worst of the batch; equal pictures count as 100 dB."""
-    squares = (got_BCHW.double() - expected_BCHW.double()).square().mean(dim=(1, 2, 3))
-    worst = float(squares.max())
-    return min(100.0, 10 * math.log10(255**2 / worst)) if worst else 100.0
-
-
 def table(checks: list[Check]) -> str:
     """The comparisons as text, one line each; failures are marked."""
     rows = [("artefact", "shape", "max abs error", "relative", "limit", "")]

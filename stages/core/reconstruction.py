@@ -3,8 +3,6 @@
 Letters: B batch, C channels, H W pixels, h w latents.
 """
 
-import math
-
 import torch
 from PIL import Image
 from torch import Tensor
@@ -13,6 +11,7 @@ from stages.core.latents import LatentCache, LatentItem
 from stages.core.memory import explained
 from stages.core.models.vae import Vae
 from stages.core.moments import grouped
+from stages.core.psnr import psnr
 from stages.core.sheets import sheet
 
 
@@ -44,16 +43,9 @@ def decoded(vae: Vae, cache: LatentCache, items: list[LatentItem], batch_size: i
     return [found[str(place)] for place in range(len(items))]
 
 
-def psnr(one_CHW: Tensor, other_CHW: Tensor) -> float:
-    """Peak signal-to-noise ratio of two uint8 pictures in dB: 10 log10(255^2 / MSE); infinity when they are equal.
-
-    The formula: Huynh-Thu and Ghanbari, "Scope of validity of PSNR in image/video quality assessment", Electronics
-    Letters 44(13), 2008. The mean is over all values of all channels. Raises ValueError for pictures of two shapes.
-    """
-    if one_CHW.shape != other_CHW.shape:
-        raise ValueError(f"pictures of {tuple(one_CHW.shape)} and {tuple(other_CHW.shape)}")
-    mse = float((one_CHW.double() - other_CHW.double()).square().mean())
-    return 10 * math.log10(255**2 / mse) if mse else math.inf
+def psnr_of(source_CHW: Tensor, picture_CHW: Tensor) -> float:
+    """`core.psnr` of one picture [3, H, W] and its source."""
+    return psnr(picture_CHW[None], source_CHW[None])
 
 
 def reconstruction_sheet(
@@ -61,7 +53,7 @@ def reconstruction_sheet(
 ) -> Image.Image:
     """The sources above, what `decoded` gave below; under each column the file's name, the PSNR and the caption."""
     captions = [
-        f"{item.file_name} {psnr(source, picture):.1f} dB: {item.caption}"
+        f"{item.file_name} {psnr_of(source, picture):.1f} dB: {item.caption}"
         for item, source, picture in zip(items, sources, pictures, strict=True)
     ]
     return sheet([("source", sources), ("decoded", pictures)], captions)

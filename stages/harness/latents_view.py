@@ -9,7 +9,7 @@ from safetensors import safe_open
 from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.vae import Vae
 from stages.core.pixels import Pixels
-from stages.core.reconstruction import choose, decoded, psnr, reconstruction_sheet
+from stages.core.reconstruction import choose, decoded, psnr_of, reconstruction_sheet
 from stages.core.record import read_record, verified_folder
 from stages.core.shards import check_file
 from stages.core.sheets import png_bytes
@@ -108,7 +108,8 @@ def reconstruct(
     pictures = decoded(Vae(verified_folder(record, root, "vae"), device), cache, chosen, batch_size=1)
     write_atomic(sheet, png_bytes(reconstruction_sheet(chosen, sources, pictures)))
     return [
-        (item, psnr(source, picture)) for item, source, picture in zip(chosen, sources, pictures, strict=True)
+        (item, psnr_of(source, picture))
+        for item, source, picture in zip(chosen, sources, pictures, strict=True)
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 from stages.core import parity
 from stages.core.errors import ParityError
 from stages.core.parity import Check, ModelShape, compare, make_probes
+from stages.core.psnr import psnr
 
 _SHAPE = ModelShape(
     latent_channels=4,
@@ -85,11 +86,11 @@ def test_nan_in_the_reference_does_not_pass() -> None:
 def test_psnr_is_the_worst_of_the_batch() -> None:
     expected = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     got = expected.clone()
-    assert parity.psnr(got, expected) == 100.0
+    assert psnr(got, expected) == 100.0
     got[1] = 5
-    assert parity.psnr(got, expected) == pytest.approx(20 * math.log10(255 / 5))
+    assert psnr(got, expected) == pytest.approx(20 * math.log10(255 / 5))
     # 200 levels apart would wrap around in uint8.
-    assert parity.psnr(got + 195, expected) == pytest.approx(20 * math.log10(255 / 200))
+    assert psnr(got + 195, expected) == pytest.approx(20 * math.log10(255 / 200))
 
 
 def _checks(relative: float) -> list[Check]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from stages.core.errors import MachineError
 from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.vae import Vae, to_uint8
-from stages.core.reconstruction import choose, decoded, psnr, reconstruction_sheet
+from stages.core.reconstruction import choose, decoded, psnr_of, reconstruction_sheet
 from stages.core.sampler import normal
 from stages.core.sheets import png_bytes, sheet
 from stages.core.store import sha256_bytes
@@ -136,28 +136,28 @@ def plain(value: int) -> Tensor:
 
 
 def test_psnr() -> None:
-    assert psnr(plain(7), plain(7)) == math.inf
-    assert psnr(plain(0), plain(255)) == 0.0
-    assert psnr(plain(255), plain(0)) == 0.0
-    assert psnr(plain(100), plain(105)) == pytest.approx(20 * math.log10(255 / 5))
+    assert psnr_of(plain(7), plain(7)) == 100.0
+    assert psnr_of(plain(0), plain(255)) == 0.0
+    assert psnr_of(plain(255), plain(0)) == 0.0
+    assert psnr_of(plain(100), plain(105)) == pytest.approx(20 * math.log10(255 / 5))
     one = plain(100)
     one[1, 0, 1] = 106  # one value of twelve is off by 6: MSE 3
-    assert psnr(one, plain(100)) == pytest.approx(10 * math.log10(255**2 / 3))
+    assert psnr_of(one, plain(100)) == pytest.approx(10 * math.log10(255**2 / 3))
 
 
 def test_psnr_of_two_shapes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pictures of \(3, 2, 2\) and \(3, 1, 1\)"):
-        psnr(plain(0), torch.zeros(3, 1, 1, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"pictures of \(1, 3, 1, 1\) and \(1, 3, 2, 2\)"):
+        psnr_of(plain(0), torch.zeros(3, 1, 1, dtype=torch.uint8))
 
 
 def test_the_sheet_has_sources_above_and_names_decibels_and_captions_below() -> None:
     sources, pictures = [plain(100), plain(0)], [plain(105), plain(0)]
     found = reconstruction_sheet(ITEMS[:2], sources, pictures)
     expected = sheet(
-        [("source", sources), ("decoded", pictures)], ["0.png 34.2 dB: number 0", "1.png inf dB: number 1"]
+        [("source", sources), ("decoded", pictures)], ["0.png 34.2 dB: number 0", "1.png 100.0 dB: number 1"]
     )
     assert png_bytes(found) == png_bytes(expected)
     swapped = sheet(
-        [("source", pictures), ("decoded", sources)], ["0.png 34.2 dB: number 0", "1.png inf dB: number 1"]
+        [("source", pictures), ("decoded", sources)], ["0.png 34.2 dB: number 0", "1.png 100.0 dB: number 1"]
     )
     assert png_bytes(found) != png_bytes(swapped)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from stages.cli import main
 from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.vae import Vae
-from stages.core.reconstruction import decoded, psnr, reconstruction_sheet
+from stages.core.reconstruction import decoded, psnr_of, reconstruction_sheet
 from stages.core.record import read_record
 from stages.core.sampler import stream
 from stages.core.shards import pixel_key, save_pt, shard_name, write_index
@@ -234,7 +234,7 @@ def test_another_folder_and_none(root: Path) -> None:
 def test_some_latents_are_decoded_and_compared(root: Path) -> None:
     cache = LatentCache(root / "data/encode")
     pictures = decoded(Vae(root / "tiny-sd", "cpu"), cache, ITEMS, batch_size=1)
-    values = [psnr(pixels_of(number), picture) for number, picture in enumerate(pictures)]
+    values = [psnr_of(pixels_of(number), picture) for number, picture in enumerate(pictures)]
     result = call()
     assert lines(result)[-4:] == [
         *(f"{value:8.1f} dB  {number}.png" for number, value in enumerate(values)),
