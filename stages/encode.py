@@ -28,20 +28,22 @@ from stages.core.errors import ConfigError, SourceError
 from stages.core.latents import FORMAT, SUFFIX, LatentCache, LatentItem, picture_row, text_name
 from stages.core.models.text import PairedTextEncoder, TextEncoder, load_text
 from stages.core.models.vae import LatentSpace, Vae
-from stages.core.moments import PARTS, Row, encode_group, grouped, unusable
+from stages.core.moments import PARTS, Row, encode_group, grouped
+from stages.core.packs import FORMAT as PACK_FORMAT
 from stages.core.packs import Packs, Writer
 from stages.core.pixels import Pixels
 from stages.core.ranks import Ranks, ranks
 from stages.core.reconstruction import choose, decoded, psnr_of, reconstruction_sheet
 from stages.core.record import read_record, verified_folder
 from stages.core.rounding import difference, dtype_of, error_of
+from stages.core.rows import Rows
 from stages.core.safetensors_io import save_file
 from stages.core.shards import shard_name, shard_of, text_key, write_index
 from stages.core.sheets import png_bytes
 from stages.core.shuffle import ShuffleConfig, check_shuffle, variants
 from stages.core.space import check_space, size_text
 from stages.core.store import fingerprint, write_atomic
-from stages.core.text_states import encode_captions, unusable_texts
+from stages.core.text_states import encode_captions
 from stages.harness.reasons import Memory, explain, recall, remember
 from stages.harness.run import Stage, stage_main
 
@@ -126,7 +128,7 @@ class Job:
         ]
         return {text_key(text): text for text in found}
 
-    def encode_rows(self, group: list[Row], vae: Vae) -> dict[str, Tensor]:
+    def encode_rows(self, group: list[Row], vae: Vae) -> Rows:
         """`moments.encode_group` with these settings."""
         return encode_group(
             vae, group, batch_size=self.cfg.batch_size, keep=self.keep, exact=lambda: self.exact_vae
@@ -152,7 +154,7 @@ class Work:
         with store.lock(self.kind, print_) if self.job.team.main else nullcontext():
             self.job.team.barrier()
             self.packs = Packs(store.folder(self.kind, print_))
-            self.missing = [name for name in self.names if f"{name}.facts" not in self.packs]
+            self.missing = [name for name in self.names if name not in self.packs]
             self.job.team.barrier()  # all have looked, so now it may be made
             yield self
             if self.job.team.main:
@@ -164,9 +166,9 @@ class Work:
         return explain(recall(self._memory), self.now, [self.names[name] for name in self.missing])
 
     @property
-    def facts(self) -> list[Tensor]:
-        """The facts of all rows, in the order of `names`."""
-        return [self.packs[f"{name}.facts"] for name in self.names]
+    def facts(self) -> Tensor:
+        """The facts of all rows, float64, one row each in the order of `names`."""
+        return torch.stack([self.packs[name]["facts"] for name in self.names])
 
     @property
     def _memory(self) -> Path:
@@ -178,6 +180,7 @@ def picture_work(job: Job) -> Work:
     cfg = job.cfg
     inputs = job.stage.inputs(
         code="stages.core.moments",
+        pack_format=PACK_FORMAT,
         vae=job.record.vae_digest,
         batch_size=cfg.batch_size,
         dtype=cfg.dtype,
@@ -192,6 +195,7 @@ def text_work(job: Job) -> Work:
     """The captions, their variants, and the empty one."""
     inputs = job.stage.inputs(
         code="stages.core.text_states",
+        pack_format=PACK_FORMAT,
         text_encoder=job.record.text_digest,
         batch_size=job.cfg.batch_size,
         dtype=job.cfg.dtype,
@@ -256,8 +260,8 @@ def encode_pictures(job: Job, work: Work) -> None:
     with Writer(work.packs) as writer:
         for group in timed(job, groups, total, work.what):
             found = job.encode_rows(group, job.vae)
-            bad = unusable(found, group)
-            writer.add({name: value for name, value in found.items() if name.rsplit(".", 1)[0] not in bad})
+            bad = found.unusable()
+            writer.add(found.without(bad))
             if bad:
                 raise SourceError(
                     f"{', '.join(work.names[row] for row in bad)}: the VAE gives values that are not finite, or too "
@@ -295,13 +299,14 @@ def encode_texts(job: Job, work: Work) -> None:
         for part in job.stage.progress(parts, total=len(parts), what=work.what, unit="batches"):
             captions = [job.texts[key] for key in part]
             found = encode_captions(job.text, captions, batch_size=job.cfg.batch_size, keep=job.keep)
-            if bad := unusable_texts(found, captions):
+            bad = found.unusable()
+            writer.add(found.without(bad))
+            if bad:
                 raise SourceError(
-                    f"captions {', '.join(map(repr, bad))}: the text encoder gives values that are not finite, or too "
-                    f"large for {job.cfg.dtype}",
+                    f"captions {', '.join(work.names[key] for key in bad)}: the text encoder gives values that are not "
+                    f"finite, or too large for {job.cfg.dtype}",
                     remedy="look at whether the base's text encoder is damaged, and at encode.dtype",
                 )
-            writer.add(found)
 
 
 def write_shards(job: Job, pictures: Work, texts: Work) -> list[str]:
@@ -309,15 +314,15 @@ def write_shards(job: Job, pictures: Work, texts: Work) -> list[str]:
     files: dict[tuple[int, str], dict[str, Packs]] = defaultdict(dict)
     for item in job.items:  # not job.rows: two files may show one picture, and lie in different shards
         rows = [picture_row(item.key, flipped=flip) for flip in job.mirrored]
-        names = [f"{row}.{part}" for row in rows for part in PARTS]
-        files[item.shard, shard_name(item.shard, SUFFIX)] |= dict.fromkeys(names, pictures.packs)
+        files[item.shard, shard_name(item.shard, SUFFIX)] |= dict.fromkeys(rows, pictures.packs)
     for key in job.texts:
         shard = shard_of(key, job.shards)
-        names = [f"{key}.{part}" for part in ("states", "pooled")[: 2 if job.text.pooled else 1]]
-        files[shard, text_name(shard)] |= dict.fromkeys(names, texts.packs)
+        files[shard, text_name(shard)][key] = texts.packs
     mine = [key for key in sorted(files) if key[0] in job.mine]
     for key in job.stage.progress(mine, total=len(mine), what="writing", unit="files"):
-        save_file(job.stage.out / key[1], {name: packs[name] for name, packs in files[key].items()})
+        rows = ((name, packs[name]) for name, packs in files[key].items())
+        tensors = {f"{name}.{part}": row[part] for name, row in rows for part in row if part != "facts"}
+        save_file(job.stage.out / key[1], tensors)
     return [name for _, name in files]
 
 
@@ -334,8 +339,8 @@ def fields(job: Job, pictures: Work, texts: Work, cut: int) -> dict[str, Any]:
         "compute_dtype": job.cfg.compute_dtype,
         "flips": job.cfg.flips,
         "error": {
-            "mean": error_of([fact[:3] for fact in facts]),
-            "logvar": error_of([fact[3:6] for fact in facts]),
+            "mean": error_of(facts[:, :3]),
+            "logvar": error_of(facts[:, 3:6]),
             "text": error_of(texts.facts),
             **half_precision_error(job, pictures.packs),
         },
@@ -354,8 +359,8 @@ def half_precision_error(job: Job, packs: Packs) -> dict[str, Any]:
         return {}
     chosen = choose(job.items, _COMPARED)
     errors: dict[str, list[Tensor]] = {part: [] for part in PARTS}
-    rows = {item.key: job.pixels[item] for item in chosen}
-    for group in grouped(rows.items(), job.cfg.batch_size):
+    pixels = {item.key: job.pixels[item] for item in chosen}
+    for group in grouped(pixels.items(), job.cfg.batch_size):
         exact = encode_group(
             job.exact_vae,
             group,
@@ -363,10 +368,11 @@ def half_precision_error(job: Job, packs: Packs) -> dict[str, Any]:
             keep=torch.float32,
             exact=lambda: job.exact_vae,
         )
-        for name, _ in group:
-            for part in PARTS:
-                errors[part].append(difference(packs[f"{name}.{part}"], exact[f"{name}.{part}"]))
-    return {"against_float32": {part: error_of(errors[part]) for part in PARTS} | {"items": len(chosen)}}
+        for part in PARTS:
+            held = torch.stack([packs[name][part] for name in exact.names])
+            errors[part].append(difference(held, exact.parts[part]))
+    found = {part: error_of(torch.cat(errors[part])) for part in PARTS}
+    return {"against_float32": found | {"items": len(chosen)}}
 
 
 def write_sheet(job: Job) -> None:

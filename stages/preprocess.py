@@ -1,7 +1,7 @@
 """preprocess: pictures -> uint8 tensors in buckets, each decoded once.
 
 Reads   <source>/**, data/ingest/manifest.parquet, data/ingest/summary.json
-Writes  data/preprocess/shard-00.pt ...   {item id: uint8 [3, H, W] RGB}, items by hash prefix
+Writes  data/preprocess/shard-00.pt ...   uint8 RGB, [N, 3, H, W] for each size; items by hash prefix
         data/preprocess/items.parquet     one row per source file: status, reason, repairs, bucket, crop
         data/preprocess/index.json        the items, the number of shards, the sha256 of each; written last
 
@@ -22,7 +22,16 @@ from stages.core.buckets import Bucket, BucketConfig, make_buckets, nearest_buck
 from stages.core.errors import ConfigError, PictureError, SourceError
 from stages.core.images import decode, fit
 from stages.core.manifest import ITEMS, Row, check_limit, read_rows, write_table
-from stages.core.shards import load_pt, pixel_key, pt_bytes, shard_name, shard_of, write_index
+from stages.core.shards import (
+    PIXELS_FORMAT,
+    load_pt,
+    pixel_key,
+    pt_bytes,
+    shard_name,
+    shard_of,
+    stacked,
+    write_index,
+)
 from stages.core.store import sha256_file, write_atomic
 from stages.harness.run import Stage, stage_main
 
@@ -129,7 +138,7 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
                 for row in wanted
                 if "pixels" in pack[row["item_id"]]
             }
-            write_atomic(stage.out / shard_name(number, ".pt"), pt_bytes(pixels))
+            write_atomic(stage.out / shard_name(number, ".pt"), pt_bytes(stacked(pixels)))
 
     table = [unpack_row(row, entries[row["item_id"]]) if row["status"] == "accepted" else row for row in rows]
     check_limit(table, cfg.max_quarantined_percent, what="preprocess.max_quarantined_percent")
@@ -153,7 +162,13 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
             remedy="see data/preprocess/items.parquet for the reasons",
         )
     files = [shard_name(number, ".pt") for number in sorted(by_shard)]
-    fields = {"format": 1, "items": items, "shards": cfg.shards, "dtype": "uint8", "layout": "RGB CHW"}
+    fields = {
+        "format": PIXELS_FORMAT,
+        "items": items,
+        "shards": cfg.shards,
+        "dtype": "uint8",
+        "layout": "RGB CHW",
+    }
     write_index(stage.out, fields, files)
     report(stage, items, table, made)
 

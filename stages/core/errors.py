@@ -1,6 +1,14 @@
 """One tree of errors. Each names the file, the line or the value, and says what to do about it."""
 
 
+def escaped(text: str, *, keep: str = "") -> str:
+    """`text` with what is not printable, but for `keep`, as escapes: a terminal must not obey a file's name or a caption."""
+    return "".join(
+        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 class DarkroomError(Exception):
     """What went wrong, in plain words, and the remedy.
 
@@ -14,7 +22,7 @@ class DarkroomError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.message}\n  remedy: {self.remedy}"
+        return escaped(f"{self.message}\n  remedy: {self.remedy}", keep="\n")
 
 
 class ConfigError(DarkroomError):

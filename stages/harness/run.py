@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import importlib.metadata
 import os
 import subprocess
@@ -152,6 +153,7 @@ def stage_main(
         print((module.__doc__ or "").strip())
         print(f"\nParameters: section `{name}` of params.yaml; run it with `dvc repro {name}`.")
         raise SystemExit(0 if sys.argv[1] in ("-h", "--help") else 2)
+    gc.freeze()  # of what is imported; else each full collection looks at it for 0.2 s (0.9 % of encoding 10,000 pictures)
     join_group()
     stop_on_signals()
     quiet = rank_and_count()[0] > 0

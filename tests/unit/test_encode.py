@@ -22,7 +22,16 @@ from stages.core.models.vae import Vae
 from stages.core.packs import Packs
 from stages.core.safetensors_io import save_file
 from stages.core.sampler import stream
-from stages.core.shards import pixel_key, save_pt, shard_name, shard_of, text_key, write_index
+from stages.core.shards import (
+    PIXELS_FORMAT,
+    pixel_key,
+    save_pt,
+    shard_name,
+    shard_of,
+    stacked,
+    text_key,
+    write_index,
+)
 from stages.core.shuffle import ShuffleConfig, variants
 from stages.core.store import sha256_bytes
 from stages.encode import EncodeConfig, encode
@@ -70,12 +79,12 @@ def write_pictures(root: Path, numbers: range, **captions: str | list[str]) -> N
         )
         items.append(item)
     for shard, tensors in pixels.items():
-        save_pt(root / "data" / "preprocess" / shard_name(shard, ".pt"), tensors)
+        save_pt(root / "data" / "preprocess" / shard_name(shard, ".pt"), stacked(tensors))
     write_preprocess_index(root, sorted(items, key=lambda item: item.id))
 
 
 def write_preprocess_index(root: Path, items: list[LatentItem]) -> None:
-    fields = {"items": [item_fields(item) for item in items], "shards": 2}
+    fields = {"format": PIXELS_FORMAT, "items": [item_fields(item) for item in items], "shards": 2}
     write_index(root / "data" / "preprocess", fields, [shard_name(shard, ".pt") for shard in (0, 1)])
 
 
@@ -350,8 +359,8 @@ def test_more_shards_encode_nothing(root: Path, capsys: pytest.CaptureFixture[st
     pixels = {item.id: pixels_of(int(item.file_name[0])) for item in cache.items}
     shutil.rmtree(root / "data" / "preprocess")
     folder = root / "data" / "preprocess"
-    save_pt(folder / shard_name(0, ".pt"), pixels)
-    save_pt(folder / shard_name(1, ".pt"), {})
+    save_pt(folder / shard_name(0, ".pt"), stacked(pixels))
+    save_pt(folder / shard_name(1, ".pt"), stacked({}))
     write_preprocess_index(root, [replace(item, shard=0) for item in cache.items])
     run(root)
     assert "7 items: 0 pictures and 0 captions encoded" in capsys.readouterr().out
@@ -368,7 +377,7 @@ def test_a_picture_twice_is_encoded_once(root: Path, capsys: pytest.CaptureFixtu
         pixels = {
             item.id: pixels_of(int(item.file_name[0])) for item in cache.items if item.shard == shard
         } | ({twin.id: pixels_of(int(first.file_name[0]))} if shard else {})
-        save_pt(folder / shard_name(shard, ".pt"), pixels)
+        save_pt(folder / shard_name(shard, ".pt"), stacked(pixels))
     write_preprocess_index(root, [*cache.items, twin])
     run(root)
     assert "8 items: 0 pictures and 0 captions encoded" in capsys.readouterr().out
@@ -520,7 +529,7 @@ def test_a_flipped_bit_in_any_file_of_the_store_is_found(root: Path) -> None:
                 run(root)
         path.unlink()
     run(root)
-    assert len(Packs(paths[0].parent)._files) == 3 * 7  # pyright: ignore[reportPrivateUsage]
+    assert len(Packs(paths[0].parent)._places) == 7  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_base_that_changed_after_it_was_recorded(root: Path) -> None:

@@ -24,7 +24,7 @@ from stages.core.models.unet import load_unet, save_unet
 from stages.core.models.vae import Vae
 from stages.core.record import read_record
 from stages.core.sampler import stream
-from stages.core.shards import pixel_key, save_pt, shard_name, write_index
+from stages.core.shards import PIXELS_FORMAT, pixel_key, save_pt, shard_name, stacked, write_index
 from stages.core.store import Store, sha256_bytes
 from stages.evaluate import EvaluateConfig, band_labels, check, evaluate
 from stages.harness.config import SharedConfig
@@ -96,8 +96,8 @@ def make_workspace(root: Path) -> Path:
         items.append(item)
     items.sort(key=lambda item: item.id)
     for shard in (0, 1):
-        save_pt(root / "data" / "preprocess" / shard_name(shard, ".pt"), pixels[shard])
-    fields = {"items": [item_fields(item) for item in items]}
+        save_pt(root / "data" / "preprocess" / shard_name(shard, ".pt"), stacked(pixels[shard]))
+    fields = {"format": PIXELS_FORMAT, "items": [item_fields(item) for item in items]}
     write_index(root / "data" / "preprocess", fields, [shard_name(s, ".pt") for s in (0, 1)])
     write_latents(
         root / "data" / "encode",

@@ -13,7 +13,7 @@ from stages import preprocess as stage_module
 from stages.core.buckets import BucketConfig
 from stages.core.errors import ConfigError, SourceError
 from stages.core.manifest import ITEMS, read_rows
-from stages.core.shards import load_pt, open_index, shard_of
+from stages.core.shards import load_pt, open_index, shard_of, unstacked
 from stages.core.store import sha256_file
 from stages.ingest import IngestConfig, ingest
 from stages.preprocess import PreprocessConfig, preprocess
@@ -62,7 +62,8 @@ def test_items_pixels_and_table(root: Path, capsys: pytest.CaptureFixture[str]) 
         assert item["id"] == sha256_file(root / "pictures" / item["file_name"])
         assert item["captions"] == [f"number {item['file_name'][0]}"]
         assert item["shard"] == shard_of(item["id"], 4)
-        pixels = load_pt(root / "data" / "preprocess" / f"shard-0{item['shard']}.pt")[item["id"]]
+        shard = load_pt(root / "data" / "preprocess" / f"shard-0{item['shard']}.pt")
+        pixels = unstacked(shard)[item["id"]]
         colour = int(item["file_name"][0])
         wide = colour % 3 == 0
         assert item["bucket"] == ([8, 24] if wide else [16, 16])

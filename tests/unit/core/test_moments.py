@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from stages.core.models.vae import LatentSpace, Vae
-from stages.core.moments import encode_group, grouped, unusable
+from stages.core.moments import encode_group, grouped
+from stages.core.rows import Rows
 from stages.core.sampler import stream
 from tests.tiny import make_tiny_base
 
@@ -38,7 +39,7 @@ def test_groups_are_given_as_soon_as_they_are_full() -> None:
     assert taken == [0, 1]
 
 
-def encode(vae: Vae, numbers: list[int], batch_size: int = 4) -> dict[str, torch.Tensor]:
+def encode(vae: Vae, numbers: list[int], batch_size: int = 4) -> Rows:
     group = [(f"{number}", picture(number)) for number in numbers]
     return encode_group(vae, group, batch_size=batch_size, keep=torch.float32, exact=lambda: vae)
 
@@ -48,16 +49,17 @@ def test_a_row_depends_neither_on_its_place_nor_on_its_companions(vae: Vae) -> N
     for companions in ([2, 0, 1, 3], [5, 2], [7, 8, 9, 2]):
         found = encode(vae, companions)
         for part in ("mean", "logvar", "facts"):
-            assert torch.equal(found[f"2.{part}"], alone[f"2.{part}"])
+            assert torch.equal(found.parts[part][companions.index(2)], alone.parts[part][0])
 
 
 def test_it_is_what_the_vae_gives_and_padding_is_not(vae: Vae) -> None:
     found = encode(vae, [1, 2])
     mean, logvar = vae.moments(torch.stack([picture(1), picture(2), picture(2), picture(2)]))
-    assert sorted(found) == ["1.facts", "1.logvar", "1.mean", "2.facts", "2.logvar", "2.mean"]
-    assert torch.equal(found["2.mean"], mean[1])
-    assert torch.equal(found["2.logvar"], logvar[1])
-    assert found["2.facts"].tolist() == [0.0, 0.0, 64.0, 0.0, 0.0, 64.0, 0.0]
+    assert found.names == ["1", "2"]
+    assert sorted(found.parts) == ["facts", "logvar", "mean"]
+    assert torch.equal(found.parts["mean"], mean[:2])
+    assert torch.equal(found.parts["logvar"], logvar[:2])
+    assert found.parts["facts"].tolist() == [[0.0, 0.0, 64.0, 0.0, 0.0, 64.0, 0.0]] * 2
 
 
 class HalfBroken:
@@ -88,24 +90,17 @@ def test_only_rows_that_are_not_finite_come_from_float32(vae: Vae, value: float)
     found = encode_group(half, group, batch_size=4, keep=torch.float32, exact=exact)  # pyright: ignore[reportArgumentType]
     right = encode(vae, [0, 1, 2])
     assert asked == [1]
-    assert torch.equal(found["1.mean"], right["1.mean"])
-    assert torch.equal(found["0.mean"], right["0.mean"] + 1.0)
-    assert [float(found[f"{name}.facts"][6]) for name in ("0", "1", "2")] == [0.0, 1.0, 0.0]
-    assert unusable(found, group) == []
+    assert torch.equal(found.parts["mean"][1], right.parts["mean"][1])
+    assert torch.equal(found.parts["mean"][0], right.parts["mean"][0] + 1.0)
+    assert found.parts["facts"][:, 6].tolist() == [0.0, 1.0, 0.0]
+    assert found.unusable() == []
 
 
 def test_padding_that_is_not_finite_is_nobodys(vae: Vae) -> None:
     group = [(f"{number}", picture(number)) for number in range(3)]
     half = HalfBroken(vae, 3, float("nan"))
     found = encode_group(half, group, batch_size=4, keep=torch.float32, exact=lambda: pytest.fail("asked"))  # pyright: ignore
-    assert unusable(found, group) == []
-
-
-def test_unusable_rows_are_named() -> None:
-    group = [(name, picture(0)) for name in ("a", "b", "c")]
-    found = {f"{name}.{part}": torch.zeros(2) for name in ("a", "b", "c") for part in ("mean", "logvar")}
-    found["b.logvar"][1] = float("inf")
-    assert unusable(found, group) == ["b"]
+    assert found.unusable() == []
 
 
 def test_latent_space_of_any_vae() -> None:

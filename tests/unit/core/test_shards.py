@@ -19,6 +19,8 @@ from stages.core.shards import (
     save_pt,
     shard_name,
     shard_of,
+    stacked,
+    unstacked,
     write_index,
 )
 from stages.core.store import sha256_bytes
@@ -46,6 +48,22 @@ def test_pt_bytes_do_not_know_the_file_name(tmp_path: Path) -> None:
         == (tmp_path / "quite-another-name.pt").read_bytes()
         == pt_bytes(value())
     )
+
+
+def test_pictures_by_size(tmp_path: Path) -> None:
+    pixels = {
+        name: torch.full((3, height, 2), number, dtype=torch.uint8)
+        for number, (name, height) in enumerate([("d", 4), ("a", 2), ("c", 4), ("b", 2)])
+    }
+    found = stacked(pixels)
+    assert [size["ids"] for size in found] == [["a", "b"], ["c", "d"]]
+    assert [tuple(size["pixels"].shape) for size in found] == [(2, 3, 2, 2), (2, 3, 4, 2)]
+    save_pt(tmp_path / "a.pt", found)
+    again = unstacked(load_pt(tmp_path / "a.pt", mmap=True))
+    assert sorted(again) == ["a", "b", "c", "d"]
+    assert all(torch.equal(again[name], pixels[name]) for name in pixels)
+    assert stacked({}) == []
+    assert unstacked([]) == {}
 
 
 def test_pt_bytes_are_equal_in_another_process() -> None:
