@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from stages.core.errors import ConfigError, DarkroomError, LockedError
+from stages.core.errors import ConfigError, DarkroomError, LockedError, escaped
 from stages.harness.config import (
     CORRECT,
     PARAMS,
@@ -24,7 +24,7 @@ from stages.harness.run import check_device, project_root, store_root
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A DarkroomError becomes its message and exit code 1."""
+    """A DarkroomError, and a file that cannot be read or written, becomes its message and exit code 1."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -32,6 +32,11 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except DarkroomError as error:
             click.echo(f"error: {error}", err=True)
+            sys.exit(1)
+        except OSError as error:
+            if error.filename is None:  # no path that somebody chose: a fault of ours
+                raise
+            click.echo(f"error: {escaped(str(error))}\n  remedy: give a path that can be used", err=True)
             sys.exit(1)
 
     return wrapped

@@ -44,7 +44,7 @@ def main() -> None:
                 remedy="set runtime: native; a stage never falls back to native by itself",
             )
         variables = environment(shared.determinism)
-        count = processes() if name in _SEVERAL else 1
+        count = processes(flatten(params).get("preprocess.shards")) if name in _SEVERAL else 1
         if name in _NEED_WEIGHTS:
             fetch_base(Path())
         code = _run(name, params, variables, count, dvc)

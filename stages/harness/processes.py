@@ -24,13 +24,23 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
 
 
-def processes() -> int:
-    """$DARKROOM_PROCESSES, 1 when unset. It is no parameter: it cannot change a byte. Raises ConfigError."""
+def processes(shards: object) -> int:
+    """$DARKROOM_PROCESSES, 1 when unset. It is no parameter: it cannot change a byte.
+
+    shards: preprocess.shards, as params.yaml has it. Raises ConfigError when the number is none, or over that of the shards:
+    they are what is divided, and a process without one would only take memory.
+    """
     text = os.environ.get("DARKROOM_PROCESSES", "1")
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise ConfigError(
             f"the environment variable DARKROOM_PROCESSES is {text!r}",
             remedy="set it to a whole number, 1 or more, or unset it",
+        )
+    if isinstance(shards, int) and int(text) > max(shards, 1):
+        raise ConfigError(
+            f"the environment variable DARKROOM_PROCESSES is {text}, and preprocess.shards is {shards}: each process needs "
+            "a shard",
+            remedy=f"set it to {max(shards, 1)} or less, or raise preprocess.shards",
         )
     return int(text)
 

@@ -201,6 +201,15 @@ def test_keys_and_what_a_terminal_must_not_obey(root: Path) -> None:
     assert shown[-2].endswith(" dB  a\\x1b[31mred\\n.png")
 
 
+def test_a_sheet_that_cannot_be_written(root: Path) -> None:
+    write_pixels(root, ITEMS)
+    result = call("--items", "1", "--sheet", "/proc/none/sheet.png")
+    assert result.exit_code == 1
+    assert result.output.endswith(
+        "error: [Errno 2] No such file or directory: '/proc/none'\n  remedy: give a path that can be used\n"
+    )
+
+
 def test_a_flipped_bit_in_any_file_is_found(root: Path) -> None:
     for name in sorted(LatentCache(root / "data/encode").index["files"]):
         path = root / "data/encode" / name

@@ -164,17 +164,27 @@ def test_how_many(monkeypatch: pytest.MonkeyPatch, text: str | None, count: int)
     monkeypatch.delenv("DARKROOM_PROCESSES", raising=False)
     if text:
         monkeypatch.setenv("DARKROOM_PROCESSES", text)
-    assert processes() == count
+    assert processes(12) == count
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "1.5", " 2", "²"])
 def test_no_number_of_processes(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("DARKROOM_PROCESSES", text)
     with pytest.raises(ConfigError) as caught:
-        processes()
+        processes(8)
     assert str(caught.value) == (
         f"the environment variable DARKROOM_PROCESSES is {text!r}\n"
         "  remedy: set it to a whole number, 1 or more, or unset it"
+    )
+
+
+def test_more_processes_than_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARKROOM_PROCESSES", "9")
+    with pytest.raises(ConfigError) as caught:
+        processes(8)
+    assert str(caught.value) == (
+        "the environment variable DARKROOM_PROCESSES is 9, and preprocess.shards is 8: each process needs a shard\n"
+        "  remedy: set it to 8 or less, or raise preprocess.shards"
     )
 
 
