@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny_base, write_record
-from tests.unit.test_encode import from_nothing, outs, run, write_pictures
+from tests.unit.test_encode import write_pictures
 
 # One process imports everything and is forked for each attempt: imports take longer than the work. Packs are written
 # every 20 ms, not every minute, so that most attempts begin where the one before was killed.
@@ -44,6 +44,8 @@ while killed < 20:
         expected, seconds = outs(root), time.monotonic() - start
     assert outs(root) == expected  # it ended before its kill
     shutil.rmtree(root / "store")
+encode(CONFIG, stage_in(root, "encode"))  # what the last kill left, and the rest
+assert outs(root) == expected
 print(json.dumps({"resumed": resumed}))
 """
 
@@ -59,7 +61,6 @@ def test_twenty_kills_then_the_same_bytes(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
     )
-    assert json.loads(done.stdout)["resumed"] >= 5
-    run(tmp_path)
-    after_kills = outs(tmp_path)
-    assert from_nothing(tmp_path) == after_kills
+    # The last line: before it the stage talks. All in that process: this one may have other threads and settings, and
+    # so other bits.
+    assert json.loads(done.stdout.splitlines()[-1])["resumed"] >= 5
