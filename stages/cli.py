@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from stages.core.errors import ConfigError, DarkroomError, LockedError, escaped
+from stages.core.errors import ConfigError, DarkroomError, LockedError
 from stages.harness.config import (
     CORRECT,
     PARAMS,
@@ -20,7 +20,7 @@ from stages.harness.config import (
     load_shared,
     read_params,
 )
-from stages.harness.run import check_device, project_root, store_root
+from stages.harness.run import check_device, describe_os_error, project_root, store_root
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -30,13 +30,9 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except DarkroomError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(1)
-        except OSError as error:
-            if error.filename is None:  # no path that somebody chose: a fault of ours
-                raise
-            click.echo(f"error: {escaped(str(error))}\n  remedy: give a path that can be used", err=True)
+        except (DarkroomError, OSError) as error:
+            told = describe_os_error(error, chosen=True) if isinstance(error, OSError) else error
+            click.echo(f"error: {told}", err=True)
             sys.exit(1)
 
     return wrapped

@@ -180,13 +180,18 @@ def stage_main(
     tracker.metrics({f"{name}/seconds": time.monotonic() - start})
 
 
-def describe_os_error(error: OSError) -> DarkroomError:
-    """A full or read-only disk in plain words; raises any other error again."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
-        raise error
-    return DarkroomError(
-        f"{error}", remedy="free space or make the folder writable, then run the same command again"
-    )
+def describe_os_error(error: OSError, *, chosen: bool = False) -> DarkroomError:
+    """A full or read-only disk in plain words; raises any other error again.
+
+    chosen: people give the paths, so any error that names one is theirs to mend too.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        return DarkroomError(
+            f"{error}", remedy="free space or make the folder writable, then run the same command again"
+        )
+    if chosen and error.filename is not None:
+        return DarkroomError(f"{error}", remedy="give a path that can be used")
+    raise error
 
 
 def fail(name: str, error: DarkroomError) -> NoReturn:

@@ -1,5 +1,6 @@
 """`latents inspect` as people type it."""
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from stages.core.sampler import stream
 from stages.core.shards import PIXELS_FORMAT, pixel_key, save_pt, shard_name, stacked, write_index
 from stages.core.store import sha256_bytes, sha256_file
 from stages.harness.closure import PROJECT
+from stages.harness.run import describe_os_error
 from tests.latents import item_fields, write_latents
 from tests.tiny import make_tiny_base, write_record
 
@@ -208,6 +210,21 @@ def test_a_sheet_that_cannot_be_written(root: Path) -> None:
     assert result.output.endswith(
         "error: [Errno 2] No such file or directory: '/proc/none'\n  remedy: give a path that can be used\n"
     )
+
+
+def test_a_disk_that_is_full(root: Path) -> None:
+    """Another remedy than for a wrong path; and what names no path, or none that people gave, stays a fault of ours."""
+    error = describe_os_error(OSError(errno.ENOSPC, "No space left on device", "x.png"), chosen=True)
+    assert str(error) == (
+        "[Errno 28] No space left on device: 'x.png'\n"
+        "  remedy: free space or make the folder writable, then run the same command again"
+    )
+    for chosen, fault in (
+        (True, OSError(errno.ENOENT, "gone")),
+        (False, OSError(errno.ENOENT, "gone", "x.png")),
+    ):
+        with pytest.raises(OSError, match="gone"):
+            describe_os_error(fault, chosen=chosen)
 
 
 def test_a_flipped_bit_in_any_file_is_found(root: Path) -> None:
