@@ -32,7 +32,7 @@ def child(steps: int) -> None:
 
     import torch
 
-    from stages.core.models.unet import load_unet, predict
+    from stages.core.models.unet import Conditions, load_unet, predict
     from stages.core.safetensors_io import save_bytes
     from stages.core.sampler import normal
     from stages.core.store import sha256_bytes
@@ -48,7 +48,7 @@ def child(steps: int) -> None:
         text = normal(1, "text", step, shape=(16, 32, 128))
         times = torch.arange(16) * 60 + step
         loss = (
-            (predict(unet, noisy, times, text) - normal(1, "target", step, shape=(16, 4, 16, 16)))
+            (predict(unet, noisy, times, Conditions(text)) - normal(1, "target", step, shape=(16, 4, 16, 16)))
             .square()
             .mean()
         )

@@ -39,7 +39,7 @@ from torch import Tensor  # noqa: E402
 from stages.core import determinism  # noqa: E402
 from stages.core.batches import Batches  # noqa: E402
 from stages.core.latents import LatentCache  # noqa: E402
-from stages.core.models.schedule import NoiseSchedule  # noqa: E402
+from stages.core.models.schedule import NoiseSchedule, base_schedule  # noqa: E402
 from stages.core.models.unet import load_unet, predict  # noqa: E402
 from stages.core.models.vae import Vae  # noqa: E402
 from stages.core.record import describe  # noqa: E402
@@ -93,6 +93,8 @@ def write_pictures(root: Path, items: int) -> None:
             "captions": ["a face"],
             "split": "train",
             "bucket": [SIZE, SIZE],
+            "original": [SIZE, SIZE],
+            "corner": [0, 0],
         }
         index.append({"id": name, **fields, "shard": shard, "key": pixel_key(pixels)})
     folder = root / "data" / "preprocess"
@@ -128,7 +130,7 @@ def seconds_of_bare_vae(vae: Any, batches: list[Tensor]) -> float:
 def waiting(root: Path, steps: int) -> tuple[float, float]:
     """Medians of the seconds that a step waits for its batch, and of the whole step."""
     cache = LatentCache(root / "data" / "encode")
-    schedule = NoiseSchedule(BASE, "cpu")
+    schedule = NoiseSchedule(base_schedule(BASE), "cpu")
     batches = Batches(cache, schedule, batch_size=BATCH, seed=1, caption_dropout=0.1, device="cpu")
     unet = load_unet(BASE / "unet", "cpu").train()
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
@@ -138,7 +140,7 @@ def waiting(root: Path, steps: int) -> tuple[float, float]:
         start = time.perf_counter()
         batch = batches[step]
         waited.append(time.perf_counter() - start)
-        predicted = predict(unet, batch.noisy_BChw, batch.steps_B, batch.text_BLD)
+        predicted = predict(unet, batch.noisy_BChw, batch.steps_B, batch.conditions)
         (predicted - batch.target_BChw).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

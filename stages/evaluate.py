@@ -13,7 +13,6 @@ Letters: N items, S timesteps, M drawn pictures, D width of the features.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,18 @@ import torch
 from torch import Tensor
 
 from stages.core import determinism
-from stages.core.drawings import Drawing, batches, draw, load_model, make_painter, plan, read_packs
+from stages.core.drawings import (
+    Drawing,
+    batches,
+    draw,
+    load_model,
+    make_painter,
+    model_schedule,
+    plan,
+    read_packs,
+)
 from stages.core.errors import ConfigError, TrainingError
-from stages.core.heldout import band_timesteps, heldout_losses
+from stages.core.heldout import band_labels, band_timesteps, heldout_losses
 from stages.core.intervals import Interval, of_ratio, pair_means, significant
 from stages.core.latents import LatentCache, LatentItem
 from stages.core.metrics import Measured, caption_cosines, contrast_pairs, mmd_pairs
@@ -98,14 +106,16 @@ def pictures_of(
     drawings: list[Drawing],
     base: Path,
     unet: torch.nn.Module,
+    schedule: dict[str, Any],
     cfg: EvaluateConfig,
     stage: Stage,
     **models: Any,
 ) -> list[Tensor]:
     """The model's pictures, uint8 RGB [3, H, W]: from the store, the missing ones drawn now.
 
-    models: digests of what draws. The code that they are kept under is core.drawings and what it reaches, not this
-    file: another report must not draw anything again.
+    schedule: what `unet` was trained for. models: digests of what draws, the schedule's file among them. The code that
+    the pictures are kept under is core.drawings and what it reaches, not this file: another report must not draw
+    anything again.
     """
     print_ = stage.fingerprint(
         code="stages.core.drawings",
@@ -118,13 +128,24 @@ def pictures_of(
         kept = read_packs(folder)
         todo = batches([drawing for drawing in drawings if drawing.key not in kept], cfg.batch_size)
         if todo:
-            painter = make_painter(base, unet, stage.shared.device)
+            painter = make_painter(base, unet, schedule, stage.shared.device)
             packs = draw(
                 painter, todo, folder, steps=cfg.steps, guidance=cfg.guidance, batch_size=cfg.batch_size
             )
             for pack in stage.progress(packs, total=len(todo), what="pictures", unit="batches"):
                 kept |= pack
     return [kept[drawing.key] for drawing in drawings]
+
+
+def in_terms_of(losses_NS: Tensor, schedule: NoiseSchedule, timesteps: list[int], prediction: str) -> Tensor:
+    """The losses of a model on its own `schedule`, stated as those of a model that predicts `prediction`.
+
+    losses_NS: float64 [N, S] on the CPU, a column for each of `timesteps`. Returns the same shape, dtype and device, the
+    same numbers where the model predicts that already. Infinite where a guess of the noise is stated as one of v at a
+    timestep that is noise alone: such a guess says nothing about the picture.
+    """
+    steps_S = torch.tensor(timesteps, device=schedule.alphas_cumprod.device)
+    return losses_NS * schedule.error_factors(steps_S, prediction).cpu()
 
 
 def loss_measures(losses: dict[str, Tensor], labels: list[str]) -> list[Measured]:
@@ -168,12 +189,6 @@ def clip_measures(
             kinds, parts["base"], parts["finetuned"], reached, strict=True
         )
     ]
-
-
-def band_labels(bands: int, steps: int) -> list[str]:
-    """`0-249` and so on: the ranges of timesteps."""
-    edges = [band * steps // bands for band in range(bands + 1)]
-    return [f"{low}-{high - 1}" for low, high in pairwise(edges)]
 
 
 def band_rows(bands: list[Measured], confidence: float) -> list[dict[str, Any]]:
@@ -242,21 +257,23 @@ def evaluate(cfg: EvaluateConfig, stage: Stage) -> None:
     record = read_record(stage.folder("base") / "record.json")
     cache.check_base(record)
     base = verified_folder(record, stage.root, *COMPONENTS)
-    schedule = NoiseSchedule(base, device)
-    check(cfg, len(items), schedule.steps)
     weights = stage.folder("train") / "weights"
+    schedules = {"base": model_schedule(base, None), "finetuned": model_schedule(base, weights)}
+    noises = {model: NoiseSchedule(fields, device) for model, fields in schedules.items()}
+    steps = noises["base"].steps
+    check(cfg, len(items), steps)
     clip_folder = stage.root / cfg.clip
     clip = Clip(clip_folder, device, cfg.batch_size)
 
-    timesteps = band_timesteps(schedule.steps, bands=cfg.bands, per_band=cfg.timesteps_per_band)
+    timesteps = band_timesteps(steps, bands=cfg.bands, per_band=cfg.timesteps_per_band)
     drawings = plan(items, cfg.pictures, seed)
     losses: dict[str, Tensor] = {}
     drawn: dict[str, list[Tensor]] = {}
     for model, tuned in (("base", None), ("finetuned", weights)):
         unet = load_model(base, tuned, device)
-        losses[model] = heldout_losses(
+        asked = heldout_losses(
             unet,
-            schedule,
+            noises[model],
             cache,
             items,
             seed=seed,
@@ -264,17 +281,18 @@ def evaluate(cfg: EvaluateConfig, stage: Stage) -> None:
             batch_size=cfg.batch_size,
             device=device,
         )
+        losses[model] = in_terms_of(asked, noises[model], timesteps, noises["finetuned"].prediction)
         refuse_not_finite(losses[model], items, model)
         digest = fingerprint(file_digests(tuned)) if tuned else None
         drawn[model] = pictures_of(
-            drawings, base, unet, cfg, stage, base_digest=record.digest, weights=digest
+            drawings, base, unet, schedules[model], cfg, stage, base_digest=record.digest, weights=digest
         )
 
     pictured = items[: cfg.pictures]
     captions = [item.caption for item in pictured]
     prepared = Pixels(stage.folder("preprocess"))
     real = [prepared[item] for item in pictured]
-    loss, *bands = loss_measures(losses, band_labels(cfg.bands, schedule.steps))
+    loss, *bands = loss_measures(losses, band_labels(cfg.bands, steps))
     owners = [drawing.owner for drawing in drawings]
     measures = [loss, *clip_measures(clip, captions, real, drawn, owners, cfg.cmmd_sigma)]
     found = {measured.name: measured.intervals(cfg.confidence) for measured in measures}

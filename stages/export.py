@@ -2,7 +2,8 @@
 
 Reads   data/base/record.json and the base's folder, data/train/weights/, data/encode/index.json (its sha256 alone)
 Writes  data/export/pipeline/      StableDiffusionPipeline folder; LoRA factors are merged into its U-Net
-        data/export/lora/          pytorch_lora_weights.safetensors, as trained (method lora alone)
+        data/export/lora/          pytorch_lora_weights.safetensors, as trained (method lora alone), with the
+                                   scheduler_config.json that it needs where it was trained for another than the base's
         data/export/onnx/          text_encoder, unet, vae_decoder, vae_encoder: float32, free batch and size
         data/export/parity.json    what was compared, at which shapes and limits
         data/export/provenance.json  digests of what went in
@@ -25,9 +26,9 @@ from stages.core.models import folder as diffusers_folder
 from stages.core.models import onnx
 from stages.core.models.lora import WEIGHTS_NAME
 from stages.core.models.pipeline import Painter
-from stages.core.models.schedule import NoiseSchedule
+from stages.core.models.schedule import CONFIG_NAME, NoiseSchedule
 from stages.core.models.text import TextEncoder
-from stages.core.models.trained import is_lora, load_plain_unet, load_trained_unet
+from stages.core.models.trained import is_lora, load_plain_unet, load_trained_unet, trained_schedule
 from stages.core.models.vae import Vae
 from stages.core.parity import Check, Outputs, Probe
 from stages.core.psnr import psnr
@@ -71,7 +72,7 @@ def export(cfg: ExportConfig, stage: Stage) -> None:
     with stage.store.lock("export", print_):
         trained = Trained(base, weights, stage.shared.seed)
         start_over(stage.out)
-        written = write(cfg, stage, base, weights, trained.probes[1])
+        written = write(cfg, stage, base, weights, trained)
         checks = compare_files(cfg, stage, base, trained, written)
         parity.require(checks)
         decibels = compare_pictures(stage, base, trained)
@@ -115,7 +116,8 @@ class Trained:
         self.text = TextEncoder(base, "cpu")
         self.vae = Vae(base, "cpu")
         self.unet = load_trained_unet(base, weights, "cpu")
-        timesteps = NoiseSchedule(base, "cpu").steps
+        self.schedule = trained_schedule(base, weights)
+        timesteps = NoiseSchedule(self.schedule, "cpu").steps
         shape = diffusers_folder.model_shape(self.unet, self.vae, self.text, timesteps)
         self.probes: list[Probe] = parity.make_probes(shape, seed)
         self.outputs: list[Outputs] = [
@@ -134,23 +136,27 @@ def start_over(out: Path) -> None:
     out.mkdir(parents=True)
 
 
-def write(cfg: ExportConfig, stage: Stage, base: Path, weights: Path, probe: Probe) -> list[str]:
+def write(cfg: ExportConfig, stage: Stage, base: Path, weights: Path, trained: Trained) -> list[str]:
     """Write all artefacts; returns the names of their folders."""
     written = ["pipeline"]
     unet = load_plain_unet(base, weights, "cpu")
     stage.say(f"pipeline in {cfg.dtype}")
-    diffusers_folder.write_pipeline(stage.out / "pipeline", base, unet, _DTYPES[cfg.dtype])
+    diffusers_folder.write_pipeline(stage.out / "pipeline", base, unet, trained.schedule, _DTYPES[cfg.dtype])
     if is_lora(weights):
         written.append("lora")
         (stage.out / "lora").mkdir()
         shutil.copyfile(weights / WEIGHTS_NAME, stage.out / "lora" / WEIGHTS_NAME)
+        if (weights / CONFIG_NAME).is_file():
+            # The pipeline's: it names a class that reads all of its fields, which the base's need not.
+            own = stage.out / "pipeline" / "scheduler" / CONFIG_NAME
+            shutil.copyfile(own, stage.out / "lora" / CONFIG_NAME)
     if cfg.onnx:
         written.append("onnx")
         text, vae = TextEncoder(base, "cpu").model, Vae(base, "cpu").model
         models = {"text_encoder": text, "unet": unet, "vae_decoder": vae, "vae_encoder": vae}
-        onnx.write_support(stage.out / "onnx", base)
+        onnx.write_support(stage.out / "onnx", base, trained.schedule)
         for name in stage.progress(onnx.PARTS, total=len(onnx.PARTS), what="onnx", unit="parts"):
-            onnx.write_part(name, models[name], stage.out / "onnx", probe, opset=cfg.opset)
+            onnx.write_part(name, models[name], stage.out / "onnx", trained.probes[1], opset=cfg.opset)
     return written
 
 
@@ -179,7 +185,14 @@ def compare_files(
 def compare_pictures(stage: Stage, base: Path, trained: Trained) -> float:
     """PSNR in dB between pictures of the trained and of the exported pipeline, the worse of two."""
     seeds = [stage.shared.seed, stage.shared.seed + 1]
-    painter = Painter(base, unet=trained.unet, vae=trained.vae, text=trained.text, device="cpu")
+    painter = Painter(
+        base,
+        unet=trained.unet,
+        vae=trained.vae,
+        text=trained.text,
+        device="cpu",
+        schedule=trained.schedule,
+    )
     expected = painter.paint(CAPTIONS, seeds, size=trained.size, steps=STEPS, guidance=GUIDANCE, batch=2)
     got = diffusers_folder.draw(
         stage.out / "pipeline", CAPTIONS, seeds, size=trained.size, steps=STEPS, guidance=GUIDANCE

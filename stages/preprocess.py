@@ -20,7 +20,7 @@ from torch import Tensor
 from stages.core import determinism
 from stages.core.buckets import Bucket, BucketConfig, make_buckets, nearest_bucket
 from stages.core.errors import ConfigError, PictureError, SourceError
-from stages.core.images import decode, fit
+from stages.core.images import crop_corner, decode, fit
 from stages.core.manifest import ITEMS, Row, check_limit, read_rows, write_table
 from stages.core.shards import (
     PIXELS_FORMAT,
@@ -73,7 +73,8 @@ def process(path: Path, cfg: PreprocessConfig, buckets: list[Bucket]) -> Entry:
         red, green, blue = cfg.background
         decoded = decode(path, background=(red, green, blue), max_pixels=cfg.max_pixels)
         picture, repairs = decoded.picture, list(decoded.repairs)
-        bucket = nearest_bucket((picture.height, picture.width), buckets)
+        original = (picture.height, picture.width)
+        bucket = nearest_bucket(original, buckets)
         if picture.height < bucket[0] or picture.width < bucket[1]:
             if not cfg.allow_upscale:
                 raise PictureError(
@@ -85,7 +86,13 @@ def process(path: Path, cfg: PreprocessConfig, buckets: list[Bucket]) -> Entry:
         pixels_CHW, crop = fit(picture, bucket)
     except PictureError as error:
         return {"reason": error.reason, "detail": error.detail(path)}
-    facts = {"bucket": list(bucket), "crop": list(crop), "repairs": repairs}
+    facts = {
+        "bucket": list(bucket),
+        "original": list(original),
+        "corner": list(crop_corner(original, bucket)),
+        "crop": list(crop),
+        "repairs": repairs,
+    }
     return {"pixels": pixels_CHW, "key": pixel_key(pixels_CHW), **facts}
 
 
@@ -149,7 +156,7 @@ def preprocess(cfg: PreprocessConfig, stage: Stage) -> None:
             "file_name": row["file_name"],
             "captions": row["captions"],
             "split": row["split"],
-            "bucket": entries[row["item_id"]]["bucket"],
+            **{name: entries[row["item_id"]][name] for name in ("bucket", "original", "corner")},
             "shard": shard_of(row["item_id"], cfg.shards),
             "key": entries[row["item_id"]]["key"],
         }

@@ -12,7 +12,7 @@ from stages.core.shards import shard_name, shard_of, text_key, write_index
 
 def item_fields(item: LatentItem) -> dict[str, Any]:
     """The item as an index lists it."""
-    return {**vars(item), "captions": list(item.captions), "bucket": list(item.bucket)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(item).items()}
 
 
 def write_latents(

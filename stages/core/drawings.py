@@ -6,13 +6,15 @@ What these imports reach is all the code that a drawn picture depends on: its di
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from stages.core.latents import LatentItem
 from stages.core.models.pipeline import Painter
+from stages.core.models.schedule import base_schedule
 from stages.core.models.text import TextEncoder
-from stages.core.models.trained import load_trained_unet
+from stages.core.models.trained import load_trained_unet, trained_schedule
 from stages.core.models.unet import load_unet
 from stages.core.models.vae import Vae
 from stages.core.sampler import integers
@@ -54,9 +56,21 @@ def load_model(base: Path, weights: Path | None, device: str) -> nn.Module:
     return load_unet(base / "unet", device) if weights is None else load_trained_unet(base, weights, device)
 
 
-def make_painter(base: Path, unet: nn.Module, device: str) -> Painter:
-    """A painter with this U-Net and the rest of the base."""
-    return Painter(base, unet=unet, vae=Vae(base, device), text=TextEncoder(base, device), device=device)
+def model_schedule(base: Path, weights: Path | None) -> dict[str, Any]:
+    """The fields of the scheduler of the model that `load_model` gives for the same arguments."""
+    return base_schedule(base) if weights is None else trained_schedule(base, weights)
+
+
+def make_painter(base: Path, unet: nn.Module, schedule: dict[str, Any], device: str) -> Painter:
+    """A painter with this U-Net, the schedule it was trained for (`model_schedule`), and the rest of the base."""
+    return Painter(
+        base,
+        unet=unet,
+        vae=Vae(base, device),
+        text=TextEncoder(base, device),
+        device=device,
+        schedule=schedule,
+    )
 
 
 def read_packs(folder: Path) -> dict[str, Tensor]:

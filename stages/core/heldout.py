@@ -6,9 +6,12 @@ train's validation and evaluate ask the same thing.
 Letters: N items, S timesteps, B batch, C latent channels, h w latents, L tokens, D width.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
+from stages.core.conditions import conditions_of
 from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.schedule import NoiseSchedule
 from stages.core.models.unet import predict
@@ -21,6 +24,12 @@ def band_timesteps(steps: int, *, bands: int, per_band: int) -> list[int]:
     if not 1 <= cells <= steps or per_band < 1:
         raise ValueError(f"{bands} bands of {per_band} timesteps do not fit into {steps} steps")
     return [(2 * cell + 1) * steps // (2 * cells) for cell in range(cells)]
+
+
+def band_labels(bands: int, steps: int) -> list[str]:
+    """`0-249` and so on: the ranges of timesteps that `band_timesteps` divides [0, steps) into."""
+    edges = [band * steps // bands for band in range(bands + 1)]
+    return [f"{low}-{high - 1}" for low, high in pairwise(edges)]
 
 
 @torch.no_grad()
@@ -82,8 +91,10 @@ def _batch_losses(
         ]
     )
     clean_BChw, noise_BChw = clean_BChw.to(device), noise_BChw.to(device)
-    text_BLD = torch.stack([cache.text(item.caption) for item, _ in pairs]).to(device)
+    shown = [item for item, _ in pairs]
+    captions = [item.caption for item in shown]
+    conditions = conditions_of(cache, shown, captions, [False] * len(shown), lambda value: value.to(device))
     steps_B = torch.tensor([t for _, t in pairs], device=device)
     target_BChw = schedule.target(clean_BChw, noise_BChw, steps_B)
-    predicted_BChw = predict(unet, schedule.add_noise(clean_BChw, noise_BChw, steps_B), steps_B, text_BLD)
+    predicted_BChw = predict(unet, schedule.add_noise(clean_BChw, noise_BChw, steps_B), steps_B, conditions)
     return (predicted_BChw.double() - target_BChw.double()).square().mean(dim=(1, 2, 3)).cpu()

@@ -173,3 +173,12 @@ def fit(picture: Image.Image, bucket: Bucket) -> tuple[Tensor, tuple[int, int, i
     pixels_CHW = torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).contiguous()
     crop = (round(box[0]), round(box[1]), round(box[2]), round(box[3]))
     return pixels_CHW, crop
+
+
+def crop_corner(size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
+    """Where the crop that `fit` makes of a picture of `size` (H, W) begins: (top, left), in pixels of the picture
+    resized to cover the bucket, rounded to nearest, halves to even."""
+    (height, width), (down, across) = size, bucket
+    # Both sides straight from integers, not by way of fit's box: a rounded scale would turn halves either way.
+    resized_height, resized_width = max(down, height * across / width), max(across, width * down / height)
+    return round((resized_height - down) / 2), round((resized_width - across) / 2)

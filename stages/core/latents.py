@@ -10,6 +10,7 @@ Letters: C latent channels, h w latents, L tokens, D width of the states, P widt
 
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import torch
@@ -21,8 +22,9 @@ from stages.core.models.vae import LatentSpace
 from stages.core.record import BaseRecord
 from stages.core.shards import check_file, open_index, shard_name, shard_of, text_key
 from stages.core.shuffle import ShuffleConfig, variants
+from stages.core.store import sha256_file, write_chunks
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".safetensors"
 
 
@@ -45,21 +47,31 @@ class LatentItem:
     captions: tuple[str, ...]  # one or more
     split: str  # train or holdout
     bucket: tuple[int, int]  # (H, W) in pixels
+    original: tuple[int, int]  # (H, W) of the upright picture, in pixels
+    corner: tuple[int, int]  # (top, left) of the crop in the resized picture, in pixels
     shard: int
     key: str  # of its pixels
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
         """From an index's JSON, where tuples are lists."""
-        plain: dict[str, Any] = fields | {
-            "captions": tuple(fields["captions"]), "bucket": tuple(fields["bucket"])
-        }  # fmt: skip
+        tuples = ("captions", "bucket", "original", "corner")
+        plain: dict[str, Any] = fields | {name: tuple(fields[name]) for name in tuples}
         return cls(**plain)
 
     @property
     def caption(self) -> str:
         """The first caption: where one must stand for all."""
         return self.captions[0]
+
+    def corner_of(self, *, flipped: bool) -> tuple[int, int]:
+        """(top, left) of the crop in the resized picture, in pixels. flipped: where the mirrored picture has it."""
+        if not flipped:
+            return self.corner
+        (height, width), (down, across), (top, left) = self.original, self.bucket, self.corner
+        # The rule of core/images.py, not imported: how pictures are decoded would become a dep of training.
+        resized_width = max(across, round(width * down / height))
+        return top, resized_width - across - left
 
 
 class LatentCache:
@@ -68,7 +80,8 @@ class LatentCache:
     Raises StoreError that names a damaged file, or what a file lacks.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, staging: Path | None = None) -> None:
+        """staging: a folder on a faster disk that files are copied to before they are read; they stay there, by content."""
         self.index: dict[str, Any] = open_index(folder)
         if self.index.get("format") != FORMAT:
             raise StoreError(
@@ -76,6 +89,8 @@ class LatentCache:
                 remedy="run `dvc repro encode` to make it anew",
             )
         self.folder = folder
+        self._staging = staging
+        self._opening = Lock()
         self.digest: str = self.index["digest"]
         self.space = LatentSpace(**self.index["latent_space"])
         self.flips: bool = self.index["flips"]
@@ -125,9 +140,14 @@ class LatentCache:
         shape = (self.index["text"]["limit"], self.index["text"]["width"])
         return self._text(caption, "states", shape)
 
+    @property
+    def has_pooled(self) -> bool:
+        """Whether there are pooled texts: of a second text encoder."""
+        return bool(self.index["text"]["pooled"])
+
     def pooled(self, caption: str) -> Tensor:
         """The second text encoder's pooled output of `caption`, float32 [P]. Raises StoreError where there is none."""
-        if not self.index["text"]["pooled"]:
+        if not self.has_pooled:
             raise StoreError(
                 f"{self.folder} holds no pooled text: its base has one text encoder",
                 remedy="set base.source to a base of Stable Diffusion XL's kind, then run `dvc repro`",
@@ -140,8 +160,9 @@ class LatentCache:
         return self._tensor(name, f"{key}.{part}", shape, what=f"caption {caption!r}")
 
     def _tensor(self, name: str, tensor: str, shape: tuple[int, ...], *, what: str) -> Tensor:
-        if name not in self._files:
-            self._files[name] = safe_open(check_file(self.folder, self.index, name), framework="pt")
+        with self._opening:  # else threads that want the same file would each hash it
+            if name not in self._files:
+                self._files[name] = safe_open(self._checked(name), framework="pt")
         try:
             value: Tensor = self._files[name].get_tensor(tensor)
         except SafetensorError as error:
@@ -156,3 +177,13 @@ class LatentCache:
                 remedy="run `dvc repro --force encode`; index and shards do not belong together",
             )
         return value.float()
+
+    def _checked(self, name: str) -> Path:
+        if self._staging is None:
+            return check_file(self.folder, self.index, name)
+        digest: str = self.index["files"][name]
+        staged = self._staging / f"{digest}{SUFFIX}"
+        if not staged.is_file() or sha256_file(staged) != digest:
+            with check_file(self.folder, self.index, name).open("rb") as file:
+                write_chunks(staged, iter(lambda: file.read(1 << 24), b""))
+        return staged

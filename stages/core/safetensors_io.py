@@ -8,6 +8,7 @@ header length, JSON, padding to 8 bytes, then the tensors' raw bytes.
 import json
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from typing_extensions import Buffer
 
 from stages.core.errors import BaseModelError
-from stages.core.store import write_atomic
+from stages.core.store import write_chunks
 
 _DTYPES = {
     torch.float64: "F64",
@@ -38,38 +40,45 @@ _WEIGHTS = re.compile(
 )
 
 
-def save_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """The safetensors file of `tensors` (any shape, CPU or GPU) as bytes; sorted by element size, then by name.
+def chunks(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[Buffer]:
+    """The safetensors file of `tensors` (any shape, CPU or GPU) piece by piece; sorted by element size, then by name.
 
-    Wide elements come first, as the library has it, so that every tensor is aligned in the file. Raises TypeError that
-    names the tensor when its dtype has no place in the format.
+    Wide elements come first, as the library has it, so that every tensor is aligned in the file. One tensor at a time is
+    copied from a GPU. Raises TypeError that names the tensor when its dtype has no place in the format.
     """
     header: dict[str, Any] = {}
     if metadata:
         header["__metadata__"] = dict(sorted(metadata.items()))
-    blobs: list[Any] = []
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     offset = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        tensor = tensors[name].detach().cpu().contiguous()
+    for name in names:
+        tensor = tensors[name]
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"tensor {name} is {tensor.dtype}, which safetensors files here do not hold")
-        # A view, not a copy: the join below makes the only copy of the weights.
-        blob = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+        end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + len(blob)],
+            "data_offsets": [offset, end],
         }
-        offset += len(blob)
-        blobs.append(blob)
+        offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([struct.pack("<Q", len(text)), text, *blobs])
+    yield struct.pack("<Q", len(text)) + text
+    for name in names:
+        tensor = tensors[name].detach().cpu().contiguous()
+        if tensor.numel():
+            yield tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def save_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """`chunks` in one piece."""
+    return b"".join(chunks(tensors, metadata))
 
 
 def save_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write `save_bytes` under a temporary name, then rename."""
-    write_atomic(path, save_bytes(tensors, metadata))
+    """Write `chunks` under a temporary name, then rename."""
+    write_chunks(path, chunks(tensors, metadata))
 
 
 def canonicalise(path: Path) -> None:

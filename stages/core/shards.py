@@ -15,7 +15,7 @@ from torch import Tensor
 from stages.core.errors import StoreError
 from stages.core.store import fingerprint, sha256_bytes, sha256_file, write_atomic, write_json
 
-PIXELS_FORMAT = 2  # of data/preprocess
+PIXELS_FORMAT = 3  # of data/preprocess
 
 
 def shard_of(item_id: str, shards: int) -> int:

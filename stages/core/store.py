@@ -14,10 +14,12 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from typing_extensions import Buffer
 
 from stages.core.errors import LockedError, StoreError
 
@@ -27,25 +29,39 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     Raises StoreError when the disk is full; the old file is then untouched.
     """
+    write_chunks(path, [data])
+
+
+def write_chunks(path: Path, chunks: Iterable[Buffer], *, named: Callable[[str], str] | None = None) -> Path:
+    """As `write_atomic`, piece by piece: what is written need never be in memory as a whole. Returns where it lies.
+
+    named: gives the file's name from its sha256, where that is part of it; `path` says the folder, and what it is about.
+    """
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         temporary = Path(name)
+        digest = hashlib.sha256()
         with os.fdopen(handle, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # a sign of life for _remove_leftovers
-            file.write(data)
+            for chunk in chunks:
+                file.write(chunk)
+                if named:
+                    digest.update(chunk)
             file.flush()
             os.fsync(file.fileno())
             temporary.chmod(0o644)
+            if named:
+                path = path.with_name(named(digest.hexdigest()))
             temporary.replace(path)
     except OSError as error:
         if temporary:
             temporary.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
-                f"the disk is full: {path} ({len(data):,} bytes) was not written",
+                f"the disk is full: {path} was not written",
                 remedy="free space (`python -m stages.cli store prune` helps), then run the same command again; "
                 "finished work is kept",
             ) from error
@@ -54,6 +70,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         if temporary:
             temporary.unlink(missing_ok=True)
         raise
+    return path
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -54,7 +54,7 @@ def _imports(path: Path, module: str) -> list[str]:
                 base = ".".join([*parts[: -node.level], *([base] if base else [])])
             # `from stages.core import errors` may name modules, not only attributes.
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    packages = ("stages", "stages.core", "stages.core.models", "stages.harness")
+    packages = ("stages", "stages.core", "stages.core.models", "stages.core.training", "stages.harness")
     return [
         name
         for name in names

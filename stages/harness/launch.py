@@ -25,7 +25,6 @@ from stages.harness.run import describe_os_error, fail, project_root
 
 _SHARED = ("seed", "device", "runtime", "determinism")
 _NEED_WEIGHTS = ("encode", "train", "evaluate", "export")
-_SEVERAL = ("encode",)  # can run in $DARKROOM_PROCESSES processes; the others run in one
 
 
 def main() -> None:
@@ -44,7 +43,7 @@ def main() -> None:
                 remedy="set runtime: native; a stage never falls back to native by itself",
             )
         variables = environment(shared.determinism)
-        count = processes(flatten(params).get("preprocess.shards")) if name in _SEVERAL else 1
+        count = _processes(name, flatten(params))
         if name in _NEED_WEIGHTS:
             fetch_base(Path())
         code = _run(name, params, variables, count, dvc)
@@ -79,6 +78,14 @@ def fetch_base(root: Path) -> None:
         record = read_record(path)
         if record.source["kind"] == "hub":
             recorded_folder(record, root, download=True)
+
+
+def _processes(name: str, params: dict[str, Any]) -> int:
+    """How many processes the stage runs in: encode in $DARKROOM_PROCESSES, train in as many as its parameter says."""
+    if name == "encode":
+        return processes(params.get("preprocess.shards"))
+    count = params.get("train.processes") if name == "train" else 1
+    return count if isinstance(count, int) and count > 1 else 1  # what is no number the stage itself refuses
 
 
 def _run(name: str, params: dict[str, Any], variables: dict[str, str], count: int, dvc: int | None) -> int:

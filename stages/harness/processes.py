@@ -11,6 +11,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from stages.core.ranks import ignore_signals
 
 LOST = 75  # a rank's exit code after LostRanksError: the fault is another's, who says it or about whom it is said
 STOPPED = "stopped; the same command continues from here"
-_SECONDS_TO_STOP = 10  # a rank in a long forward does not hear SIGTERM; then it is killed
+# A rank in a long forward does not hear SIGTERM; then it is killed. Training finishes its step, and writes gigabytes.
+_SECONDS_TO_STOP = {"train": 300}
+_SECONDS_TO_STOP_ELSE = 10
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
 
@@ -59,6 +64,25 @@ def stop_on_signals() -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
+
+
+@contextmanager
+def stop_asked() -> Generator[Callable[[], bool]]:
+    """Inside, SIGTERM and SIGINT break nothing off; what is yielded says whether one has come.
+
+    For work that wants to finish a step and save it: it raises KeyboardInterrupt itself, when it has.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield lambda: False
+        return
+    before = [signal.signal(number, lambda received, _frame: came.append(received)) for number in numbers]
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _stop(_signal: int, _frame: Any) -> None:
@@ -135,7 +159,12 @@ def _run(name: str, count: str, folder: Path) -> tuple[int, str]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     arguments = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count]
-    arguments += ["--log-dir", str(folder), "--shutdown-timeout", str(_SECONDS_TO_STOP)]
+    arguments += [
+        "--log-dir",
+        str(folder),
+        "--shutdown-timeout",
+        str(_SECONDS_TO_STOP.get(name, _SECONDS_TO_STOP_ELSE)),
+    ]
     # Its own handlers would give up at a second Ctrl-C, and hear the SIGHUP that nohup has silenced.
     arguments += ["--signals-to-handle", ""]
     try:

@@ -90,7 +90,7 @@ def test_tracking_on_off_and_failing_give_the_same_lock(copy: Copy, tmp_path: Pa
 MIDDLE = {
     "preprocess": ".darkroom/store/preprocess/*/shard-*.pt",
     "encode": ".darkroom/store/encode/*/*.safetensors",
-    "train": ".darkroom/store/train/*/checkpoint.pt",
+    "train": ".darkroom/store/train/*/step-*",
     "evaluate": ".darkroom/store/evaluate/*/*.pt",
     "export": "data/export/pipeline/model_index.json",
 }
@@ -191,7 +191,7 @@ def test_a_learning_rate_runs_train_and_what_follows(copy: Copy) -> None:
     rate = json.loads(project.dvc("params", "diff", "--json"))["params.yaml"]["train.learning_rate"]
     assert (rate["old"], rate["new"]) == (1.5e-3, 1.0e-4)
     changed = json.loads(project.dvc("metrics", "diff", "--json"))["data/train/metrics.json"]
-    assert set(changed) == {"validation_loss.last"}
+    assert set(changed) == {"validation_loss.last", "validation_loss.best"}
     assert "slower" in project.dvc("exp", "show", "--csv")
 
 

@@ -110,7 +110,7 @@ def test_params(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     result = call("params", "micro")
     assert (result.exit_code, "params.yaml now holds preset micro" in result.output) == (0, True)
-    assert "  steps: 6\n" in (tmp_path / "params.yaml").read_text()
+    assert "  steps: 6  " in (tmp_path / "params.yaml").read_text()  # its comment is kept
     result = call("params", "micra")
     assert (result.exit_code, "error: no preset is called 'micra'" in result.output) == (1, True)
 

@@ -24,6 +24,7 @@ from stages.core.safetensors_io import save_file
 from stages.core.sampler import stream
 from stages.core.shards import (
     PIXELS_FORMAT,
+    open_index,
     pixel_key,
     save_pt,
     shard_name,
@@ -74,6 +75,8 @@ def write_pictures(root: Path, numbers: range, **captions: str | list[str]) -> N
             captions=(given,) if isinstance(given, str) else tuple(given),
             split="train",
             bucket=(picture.shape[1], picture.shape[2]),
+            original=(3 * picture.shape[1], 3 * picture.shape[2] + 6 * number),
+            corner=(0, number),
             shard=number % 2,
             key=pixel_key(picture),
         )
@@ -146,7 +149,7 @@ def test_the_index_says_what_is_kept(made: Path) -> None:
     index = LatentCache(made / "data" / "encode").index
     none = {"max": 0.0, "rms": 0.0}
     expected = {
-        "format": 2,
+        "format": 3,
         "shards": 2,
         "dtype": "float32",
         "compute_dtype": "float32",
@@ -162,6 +165,24 @@ def test_the_index_says_what_is_kept(made: Path) -> None:
     assert len(index["items"]) == 7
     texts = {text_name(shard_of(text_key(text), 2)) for text in ["", *(f"a red ball {n}" for n in range(7))]}
     assert set(index["files"]) == {"shard-00.safetensors", "shard-01.safetensors"} | texts
+
+
+def test_items_are_those_of_preprocess(made: Path) -> None:
+    cache = LatentCache(made / "data" / "encode")
+    assert cache.index["items"] == open_index(made / "data" / "preprocess")["items"]
+    found = {item.file_name: (item.bucket, item.original, item.corner) for item in cache.items}
+    assert found["2.png"] == ((16, 16), (48, 60), (0, 2))
+    assert found["3.png"] == ((16, 24), (48, 90), (0, 3))
+
+
+def test_pixels_of_another_format_are_refused(root: Path) -> None:
+    folder = root / "data" / "preprocess"
+    index = open_index(folder)
+    write_index(folder, {**index, "format": 2}, list(index["files"]))
+    with pytest.raises(
+        StoreError, match=r"has format 2; this version reads 3\n  remedy: run `dvc repro preprocess`"
+    ):
+        run(root)
 
 
 def test_flips_keep_the_mirrored_pictures_too_and_encode_only_these(

@@ -16,17 +16,19 @@ from stages import evaluate as stage_module
 from stages.core.determinism import DeterminismConfig
 from stages.core.drawings import Drawing, batches, plan
 from stages.core.errors import ConfigError, TrainingError
+from stages.core.heldout import heldout_losses
 from stages.core.intervals import of_mean, of_pair_means
-from stages.core.latents import LatentItem
+from stages.core.latents import LatentCache, LatentItem
 from stages.core.models.pipeline import Painter
+from stages.core.models.schedule import NoiseSchedule, base_schedule
 from stages.core.models.text import TextEncoder
 from stages.core.models.unet import load_unet, save_unet
 from stages.core.models.vae import Vae
 from stages.core.record import read_record
 from stages.core.sampler import stream
 from stages.core.shards import PIXELS_FORMAT, pixel_key, save_pt, shard_name, stacked, write_index
-from stages.core.store import Store, sha256_bytes
-from stages.evaluate import EvaluateConfig, band_labels, check, evaluate
+from stages.core.store import Store, sha256_bytes, write_json
+from stages.evaluate import EvaluateConfig, band_labels, check, evaluate, in_terms_of
 from stages.harness.config import SharedConfig
 from stages.harness.run import Stage
 from tests.latents import item_fields, write_latents
@@ -90,6 +92,8 @@ def make_workspace(root: Path) -> Path:
             captions=(f"a {'red' if number % 2 else 'blue'} circle, number {number}",),
             split="holdout" if number < 9 else "train",
             bucket=bucket,
+            original=bucket,
+            corner=(0, 0),
             shard=number % 2,
             key=pixel_key(picture),
         )
@@ -265,6 +269,96 @@ def test_what_draws_again(root: Path, painted: list[int], change: dict[str, Any]
     assert sum(painted) == drawn
 
 
+PLAIN = {"rescale_betas_zero_snr": False, "timestep_spacing": "leading"}
+
+
+@pytest.mark.parametrize(
+    ("of_base", "of_weights"),
+    [
+        ({"prediction_type": "v_prediction"}, {"prediction_type": "epsilon", **PLAIN}),
+        ({"prediction_type": "epsilon", **PLAIN}, {"prediction_type": "v_prediction"}),
+        # Another noise schedule alone: nothing to restate.
+        ({"prediction_type": "v_prediction", **PLAIN}, {"prediction_type": "v_prediction"}),
+    ],
+)
+def test_each_model_is_asked_and_draws_on_its_own_schedule(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_base: dict[str, Any],
+    of_weights: dict[str, Any],
+) -> None:
+    base, weights = root / "tiny-sd", root / "data" / "train" / "weights"
+    fields = base_schedule(base)
+    write_json(base / "scheduler" / "scheduler_config.json", fields | of_base)
+    write_record(base, root)
+    write_json(weights / "scheduler_config.json", fields | of_weights)
+    draws: list[tuple[str, bool]] = []
+    paint = Painter.paint
+
+    def watched(self: Painter, captions: list[str], seeds: list[int], **settings: Any) -> Tensor:
+        config = self.pipeline.scheduler.config
+        draws.append((config.prediction_type, config.rescale_betas_zero_snr))
+        return paint(self, captions, seeds, **settings)
+
+    monkeypatch.setattr(Painter, "paint", watched)
+    evaluate(CONFIG, stage_in(root, store="an empty one"))
+
+    wanted = [(fields | part) for part in (of_base, of_weights)]
+    assert list(dict.fromkeys(draws)) == [
+        (part["prediction_type"], part["rescale_betas_zero_snr"]) for part in wanted
+    ]
+    cache, timesteps = LatentCache(root / "data" / "encode"), [125, 375, 625, 875]
+    rows = rows_of(root, "items.csv")
+    schedules = [NoiseSchedule(part, "cpu") for part in wanted]
+    alphas = torch.tensor([float(schedules[0].alphas_cumprod[t]) for t in timesteps], dtype=torch.float64)
+    factors = {("v_prediction", "epsilon"): alphas, ("epsilon", "v_prediction"): 1 / alphas}.get(
+        (schedules[0].prediction, schedules[1].prediction), torch.ones(4, dtype=torch.float64)
+    )
+    for name, folder, schedule, factor in (
+        ("base", base / "unet", schedules[0], factors),
+        ("finetuned", weights, schedules[1], torch.ones(4, dtype=torch.float64)),
+    ):
+        losses = heldout_losses(
+            load_unet(folder, "cpu"),
+            schedule,
+            cache,
+            cache.split("holdout"),
+            seed=1,
+            timesteps=timesteps,
+            batch_size=CONFIG.batch_size,
+            device="cpu",
+        )
+        for column, restated in (("loss", losses * factor), ("loss_500-999", (losses * factor)[:, 2:])):
+            found = [float(row[f"{column}_{name}"]) for row in rows]
+            assert found == pytest.approx(restated.mean(dim=1).tolist(), rel=1e-5)
+
+
+def test_another_schedule_of_the_weights_draws_the_finetuned_pictures_alone(
+    root: Path, painted: list[int]
+) -> None:
+    fields = base_schedule(root / "tiny-sd")
+    path = root / "data" / "train" / "weights" / "scheduler_config.json"
+    write_json(path, fields | {"prediction_type": "epsilon", **PLAIN})
+    evaluate(CONFIG, stage_in(root))
+    assert sum(painted) == 12
+    path.unlink()
+    evaluate(CONFIG, stage_in(root))
+    assert sum(painted) == 12  # those of the base's schedule are still kept
+
+
+def test_losses_in_other_terms(root: Path) -> None:
+    fields = base_schedule(root / "tiny-sd")
+    losses = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    velocity, noise = (
+        NoiseSchedule(fields | {"prediction_type": name}, "cpu") for name in ("v_prediction", "epsilon")
+    )
+    assert torch.equal(in_terms_of(losses, velocity, [5, 999], "v_prediction"), losses)
+    assert in_terms_of(losses, velocity, [5, 999], "epsilon")[:, 1].tolist() == [0.0, 0.0]
+    there = in_terms_of(losses, velocity, [5, 500], "epsilon")
+    torch.testing.assert_close(in_terms_of(there, noise, [5, 500], "v_prediction"), losses)
+    assert in_terms_of(losses, noise, [5, 999], "v_prediction")[:, 1].tolist() == [float("inf")] * 2
+
+
 def test_fewer_pictures_than_items(root: Path) -> None:
     evaluate(replace(CONFIG, pictures=5), stage_in(root))
     rows = rows_of(root, "items.csv")
@@ -318,6 +412,8 @@ def item(number: int, size: tuple[int, int] = (32, 32), caption: str = "a ball")
         captions=(caption,),
         split="holdout",
         bucket=size,
+        original=size,
+        corner=(0, 0),
         shard=0,
         key=name,
     )

@@ -11,7 +11,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import (
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+)
 from safetensors.torch import load_file
 
 from stages import export as stage_export
@@ -19,11 +24,12 @@ from stages.core.determinism import DeterminismConfig
 from stages.core.errors import BaseModelError, ConfigError, LockedError, ParityError, StoreError
 from stages.core.models import folder as diffusers_folder
 from stages.core.models import onnx as onnx_files
-from stages.core.models.lora import add_lora, save_lora
+from stages.core.models.lora import LoraConfig, add_lora, save_lora
+from stages.core.models.schedule import NoiseSchedule, base_schedule, objective_schedule
 from stages.core.models.trained import load_trained_unet
-from stages.core.models.unet import load_unet, predict, save_unet, trainable
+from stages.core.models.unet import Conditions, load_unet, predict, save_unet, trainable
 from stages.core.safetensors_io import save_file
-from stages.core.store import Store, sha256_file
+from stages.core.store import Store, sha256_file, write_json
 from stages.core.sums import verify_sums
 from stages.export import ExportConfig, Trained, compare_files, export
 from stages.harness.config import SharedConfig
@@ -56,6 +62,10 @@ def make_stage(root: Path) -> Stage:
     return Stage(name="export", root=root, shared=shared, store=Store(root / "store"), tracker=tracker)
 
 
+def _lora(rank: int, *targets: str) -> LoraConfig:
+    return LoraConfig(rank=rank, alpha=2.0, dropout=0.0, targets=list(targets), rslora=False, dora=False)
+
+
 def make_inputs(root: Path, method: str) -> Stage:
     """A base and trained weights under `root`, both plainly different from untrained."""
     base = make_tiny_base(root / "base")
@@ -65,7 +75,7 @@ def make_inputs(root: Path, method: str) -> Stage:
     unet = load_unet(base / "unet", "cpu")
     generator = torch.Generator().manual_seed(1)
     if method == "lora":
-        add_lora(unet, rank=4, alpha=2.0, dropout=0.0, targets=["to_q", "to_k", "to_v", "to_out.0"], seed=1)
+        add_lora(unet, _lora(4, "to_q", "to_k", "to_v", "to_out.0"), seed=1)
     with torch.no_grad():
         for parameter in trainable(unet).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -98,7 +108,7 @@ def _prediction(unet: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     noisy, text = torch.randn(2, 4, 16, 16, generator=generator), torch.randn(2, 32, 32, generator=generator)
     with torch.inference_mode():
-        return predict(unet, noisy, torch.tensor([10, 800]), text)
+        return predict(unet, noisy, torch.tensor([10, 800]), Conditions(text))
 
 
 def _trained(stage: Stage) -> torch.Tensor:
@@ -238,7 +248,7 @@ def test_a_base_as_the_hub_holds_it(fresh: Stage) -> None:
     write_record(base, fresh.root)
     weights = fresh.folder("train") / "weights"
     shutil.rmtree(weights)
-    add_lora(unet, rank=2, alpha=2.0, dropout=0.0, targets=["to_q"], seed=1)
+    add_lora(unet, _lora(2, "to_q"), seed=1)
     save_lora(unet, weights)
     export(QUICK, fresh)
     assert sorted(path.name for path in (fresh.out / "pipeline" / "vae").iterdir()) == [
@@ -248,6 +258,122 @@ def test_a_base_as_the_hub_holds_it(fresh: Stage) -> None:
     written = read_model_index(fresh.out / "pipeline")
     assert written["safety_checker"] == written["feature_extractor"] == [None, None]
     assert "_name_or_path" not in written
+
+
+def _samplers() -> dict[str, Any]:
+    """Samplers as bases have them; Stable Diffusion 1's is the PNDM."""
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    return {
+        "DDIMScheduler": DDIMScheduler(**betas, clip_sample=False),
+        "EulerDiscreteScheduler": EulerDiscreteScheduler(**betas),
+        "PNDMScheduler": PNDMScheduler(**betas, skip_prk_steps=True),
+    }
+
+
+def _with_objective(
+    root: Path, method: str, sampler: str, *, prediction: str, zero_terminal_snr: bool
+) -> tuple[Stage, dict[str, Any]]:
+    """Inputs whose base predicts the noise and names `sampler`, trained for another objective, and its fields."""
+    stage = make_inputs(root, method)
+    base = root / "base"
+    shutil.rmtree(base / "scheduler")
+    _samplers()[sampler].save_pretrained(base / "scheduler")
+    index = read_model_index(base) | {"scheduler": ["diffusers", sampler]}
+    (base / "model_index.json").write_text(json.dumps(index))
+    write_record(base, root)
+    fields = objective_schedule(
+        base_schedule(base), prediction=prediction, zero_terminal_snr=zero_terminal_snr
+    )
+    write_json(stage.folder("train") / "weights" / "scheduler_config.json", fields)
+    return stage, fields
+
+
+@pytest.mark.parametrize(
+    ("sampler", "zero_terminal_snr", "written"),
+    [
+        ("DDIMScheduler", True, "DDIMScheduler"),
+        ("EulerDiscreteScheduler", True, "EulerDiscreteScheduler"),
+        ("PNDMScheduler", False, "PNDMScheduler"),
+        ("PNDMScheduler", True, "DDIMScheduler"),  # PNDM has no zero-terminal betas
+    ],
+)
+def test_another_objective_reaches_every_artefact(
+    tmp_path: Path, sampler: str, zero_terminal_snr: bool, written: str
+) -> None:
+    stage, fields = _with_objective(
+        tmp_path, "lora", sampler, prediction="v_prediction", zero_terminal_snr=zero_terminal_snr
+    )
+    export(QUICK, stage)
+
+    stored = base_schedule(stage.out / "pipeline")
+    assert stored["_class_name"] == written
+    swapped = set() if written == sampler else {"_class_name", "clip_sample", "steps_offset"}
+    assert {name for name in stored if stored[name] != fields.get(name)} <= swapped
+    own = stage.folder("train") / "weights" / "scheduler_config.json"
+    file = (stage.out / "pipeline" / "scheduler" / "scheduler_config.json").read_bytes()
+    assert swapped or file == own.read_bytes()
+    assert (stage.out / "lora" / "scheduler_config.json").read_bytes() == file
+    provenance = json.loads((stage.out / "provenance.json").read_text())
+    assert provenance["weights"][own.name] == sha256_file(own)
+    assert verify_sums(stage.out) == 14
+
+    pipeline: Any = StableDiffusionPipeline.from_pretrained(
+        stage.out / "pipeline", dtype=torch.float32, local_files_only=True
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    assert type(pipeline.scheduler).__name__ == written
+    assert pipeline.scheduler.config.prediction_type == "v_prediction"
+    alphas = NoiseSchedule(fields, "cpu").alphas_cumprod
+    # Euler stores 2^-24 in place of the last 0.
+    torch.testing.assert_close(pipeline.scheduler.alphas_cumprod, alphas, atol=1e-7, rtol=0)
+    latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(2))
+
+    def drawn() -> Any:
+        return pipeline("a ball", latents=latents, num_inference_steps=2, output_type="np").images
+
+    picture = drawn()
+    assert picture.shape == (1, 64, 64, 3)
+    pipeline.scheduler = _samplers()[sampler]
+    assert abs(picture - drawn()).max() > 0.01
+
+    based: Any = StableDiffusionPipeline.from_pretrained(
+        stage.root / "base", dtype=torch.float32, local_files_only=True
+    )
+    based.set_progress_bar_config(disable=True)
+    based.load_lora_weights(stage.out / "lora")
+    assert torch.equal(_prediction(based.unet), _trained(stage))
+    reader = type(_samplers()[written])
+    based.scheduler = reader.from_pretrained(stage.out / "lora", local_files_only=True)
+    again = based("a ball", latents=latents, num_inference_steps=2, output_type="np").images
+    assert abs(picture - again).max() < 1e-3
+
+
+def test_another_objective_of_a_whole_model_is_in_both_folders(tmp_path: Path) -> None:
+    stage, fields = _with_objective(
+        tmp_path, "full", "DDIMScheduler", prediction="v_prediction", zero_terminal_snr=True
+    )
+    export(CONFIG, stage)
+    assert base_schedule(stage.out / "onnx") == base_schedule(stage.out / "pipeline") == fields
+    assert not (stage.out / "lora").exists()
+    assert not (stage.out / "pipeline" / "unet" / "scheduler_config.json").exists()
+
+
+def test_a_pipeline_with_the_bases_scheduler_fails_where_another_was_trained_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, _ = _with_objective(
+        tmp_path, "full", "DDIMScheduler", prediction="v_prediction", zero_terminal_snr=True
+    )
+    write = diffusers_folder.write_pipeline
+
+    def forgetful(folder: Path, base: Path, *rest: Any) -> None:
+        write(folder, base, *rest)
+        shutil.copytree(base / "scheduler", folder / "scheduler", dirs_exist_ok=True)
+
+    monkeypatch.setattr(diffusers_folder, "write_pipeline", forgetful)
+    with pytest.raises(ParityError, match=r"pipeline: its pictures are at .* the limit is 30\.0 dB"):
+        export(QUICK, stage)
+    assert not (stage.out / "SHA256SUMS").exists()
 
 
 def _perturb(folder: Path, part: str) -> None:

@@ -77,6 +77,39 @@ def test_items_pixels_and_table(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.endswith(said)
 
 
+def test_the_index_has_the_pictures_own_size_and_where_the_crop_begins(root: Path) -> None:
+    shutil.rmtree(root / "pictures")
+    sizes = {
+        "landscape": (100, 60),
+        "portrait": (60, 100),
+        "exact": (64, 64),
+        "higher": (72, 90),
+        "turned": (100, 60),
+    }
+    for colour, (name, size) in enumerate(sizes.items()):
+        picture(root, f"{name}.png", colour, size=size)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    with Image.open(root / "pictures" / "turned.png") as stored:
+        stored.save(root / "pictures" / "turned.png", exif=exif)
+    square = BucketConfig(resolution=64, step=64, minimum=64, maximum=64)
+    run(root, replace(CONFIG, buckets=square, allow_upscale=True))
+    items = open_index(root / "data" / "preprocess")["items"]
+    found = {item["file_name"]: (item["original"], item["corner"], item["bucket"]) for item in items}
+    assert found == {
+        "landscape.png": ([60, 100], [0, 21], [64, 64]),  # resized to 64 x 106.67
+        "portrait.png": ([100, 60], [21, 0], [64, 64]),
+        "exact.png": ([64, 64], [0, 0], [64, 64]),
+        "higher.png": ([90, 72], [8, 0], [64, 64]),  # resized to 80 x 64
+        "turned.png": ([100, 60], [21, 0], [64, 64]),  # stored as the landscape, upright a portrait
+    }
+    assert all(
+        type(value) is int for item in items for name in ("original", "corner") for value in item[name]
+    )
+    row = table(root)["landscape.png"]
+    assert [row[f"crop_{side}"] for side in ("left", "top", "right", "bottom")] == [20, 0, 80, 60]
+
+
 def test_full_or_empty_store_gives_the_same_bytes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(root)
     before = outs(root)

@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,105 +12,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages import train as stage_module
-from stages.core.batches import Batches
-from stages.core.determinism import DeterminismConfig
 from stages.core.errors import ConfigError, TrainingError
-from stages.core.latents import LatentCache, LatentItem
-from stages.core.models.lora import add_lora
 from stages.core.models.schedule import NoiseSchedule
-from stages.core.models.unet import load_unet
-from stages.core.record import read_record
+from stages.core.models.unet import Conditions, lr_scheduler
 from stages.core.safetensors_io import save_file
-from stages.core.sampler import normal
 from stages.core.shards import write_index
-from stages.core.store import Store, sha256_bytes
-from stages.harness.config import SharedConfig
-from stages.harness.journal import NullJournal
-from stages.harness.run import Stage
-from stages.train import (
-    LoraConfig,
-    OptimizerConfig,
-    TrainConfig,
-    Trainer,
+from stages.core.training.config import (
+    SCHEDULES,
+    CheckpointsConfig,
+    LoaderConfig,
+    ObjectiveConfig,
+    SamplesConfig,
+    StoppingConfig,
     ValidationConfig,
     check,
-    train,
 )
-from tests.latents import write_latents
-from tests.tiny import TEXT_LIMIT, make_tiny_base, write_record
+from stages.core.training.trainer import Trainer
+from stages.train import train
+from tests.training import CONFIG, HARD, make_workspace, outs, stage_in, trainer_for
 
-CONFIG = TrainConfig(
-    method="full",
-    steps=5,
-    batch_size=2,
-    accumulation=1,
-    learning_rate=1e-3,
-    lr_schedule="constant",
-    warmup=0,
-    max_grad_norm=1.0,
-    ema_decay=0.0,
-    min_snr_gamma=None,
-    caption_dropout=0.2,
-    mixed_precision="no",
-    gradient_checkpointing=False,
-    checkpoint_every=1,
-    log_every=1,
-    adamw=OptimizerConfig(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01),
-    lora=LoraConfig(rank=2, alpha=4.0, dropout=0.0, targets=["to_q", "to_v"]),
-    validation=ValidationConfig(every=2, items=2, timesteps=[250, 750]),
-)
-# Everything at once that a checkpoint could forget.
-HARD = replace(
-    CONFIG,
-    accumulation=2,
-    ema_decay=0.9,
-    gradient_checkpointing=True,
-    min_snr_gamma=5.0,
-    lr_schedule="cosine",
-    warmup=2,
-    lora=replace(CONFIG.lora, dropout=0.3),
-)
 OUTS = ("loss.csv", "validation.csv", "metrics.json")
-
-
-def make_workspace(root: Path) -> Path:
-    """A base, its record, and a hand-made latent cache: 5 + 2 items to train on in two buckets, 3 held out."""
-    base = make_tiny_base(root / "tiny-sd")
-    record = read_record(write_record(base, root))
-    items: list[LatentItem] = []
-    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    texts = {"": normal(0, "text", 99, shape=(TEXT_LIMIT, 32))}
-    for number in range(10):
-        name = sha256_bytes(str(number).encode())
-        bucket = (32, 48) if number in (5, 6) else (32, 32)
-        shape = (4, bucket[0] // 4, bucket[1] // 4)
-        moments[name] = (
-            normal(0, "mean", number, shape=shape),
-            normal(0, "logvar", number, shape=shape) - 4,
-        )
-        caption = f"picture {number}"
-        texts[caption] = normal(0, "text", number, shape=(TEXT_LIMIT, 32))
-        item = LatentItem(
-            id=name,
-            file_name=f"{number}.png",
-            captions=(caption,),
-            split="train" if number < 7 else "holdout",
-            bucket=bucket,
-            shard=0,
-            key=sha256_bytes(b"pixels" + name.encode()),
-        )
-        items.append(item)
-    write_latents(
-        root / "data" / "encode",
-        sorted(items, key=lambda item: item.id),
-        moments,
-        texts,
-        space={"channels": 4, "downsample": 4, "scaling_factor": 0.6, "shift_factor": 0.0},
-        vae=record.vae_digest,
-        text_encoder=record.text_digest,
-    )
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -122,34 +42,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def workspace(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "work"))
-
-
-def stage_in(root: Path, device: str = "cpu") -> Stage:
-    shared = SharedConfig(
-        seed=7, device=device, runtime="native", determinism=DeterminismConfig(mode="portable", threads=1)
-    )
-    return Stage(name="train", root=root, shared=shared, store=Store(root / "store"), tracker=NullJournal())
-
-
-def outs(root: Path) -> dict[str, bytes]:
-    folder = root / "data" / "train"
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def trainer_for(root: Path, cfg: TrainConfig) -> Trainer:
-    unet = load_unet(root / "tiny-sd" / "unet", "cpu")
-    if cfg.method == "lora":
-        add_lora(unet, **vars(cfg.lora), seed=7)
-    unet.train()
-    cache, schedule = LatentCache(root / "data" / "encode"), NoiseSchedule(root / "tiny-sd", "cpu")
-    batches = Batches(
-        cache, schedule, batch_size=cfg.batch_size, seed=7, caption_dropout=cfg.caption_dropout, device="cpu"
-    )
-    return Trainer(cfg, unet, batches, "cpu")
 
 
 class Stopped(BaseException):
@@ -175,7 +67,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def test_stopped_twice_equals_uninterrupted(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, every: int
 ) -> None:
-    cfg = replace(HARD, method=method, checkpoint_every=every)
+    cfg = replace(HARD, method=method, checkpoints=CheckpointsConfig(every=every, last=2))
     straight = Path(shutil.copytree(workspace, tmp_path / "straight"))
     train(cfg, stage_in(straight))
     expected = outs(straight)
@@ -208,7 +100,9 @@ def test_what_was_finished_is_written_again_to_the_same_bytes(
     assert [row["step"] for row in held] == ["0", "2", "4", "5"]
     metrics = json.loads((workspace / "data/train/metrics.json").read_text())
     first, last = float(held[0]["loss"]), float(held[-1]["loss"])
-    assert metrics == {"steps": 5, "validation_loss": {"first": first, "last": last}}
+    best = min(float(row["loss"]) for row in held)
+    losses = {"first": first, "last": last, "best": best}
+    assert metrics == {"steps": 5, "weights_of_step": 5, "validation_loss": losses}
     assert sorted(before) == ["loss.csv", "metrics.json", "validation.csv", "weights/config.json",
                               "weights/diffusion_pytorch_model.safetensors"]  # fmt: skip
 
@@ -223,7 +117,10 @@ def test_another_setting_does_not_continue_from_it(
 
 
 def test_sparse_log_keeps_the_last_step(workspace: Path) -> None:
-    train(replace(CONFIG, steps=3, log_every=2, checkpoint_every=9), stage_in(workspace))
+    train(
+        replace(CONFIG, steps=3, log_every=2, checkpoints=CheckpointsConfig(every=9, last=1)),
+        stage_in(workspace),
+    )
     rows = list(csv.DictReader((workspace / "data/train/loss.csv").open()))
     assert [row["step"] for row in rows] == ["2", "3"]
 
@@ -251,9 +148,11 @@ def test_two_times_two_are_four(workspace: Path, monkeypatch: pytest.MonkeyPatch
     parts = [part for n in range(8) if (part := small.batches[n]).items[0].bucket == (32, 32)][:2]
     whole = {
         name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("noisy_BChw", "target_BChw", "steps_B", "text_BLD")
+        for name in ("noisy_BChw", "target_BChw", "steps_B")
     }
-    together = replace(parts[0], items=[item for part in parts for item in part.items], **whole)
+    text_BLD = torch.cat([part.conditions.text_BLD for part in parts])
+    items = [item for part in parts for item in part.items]
+    together = replace(parts[0], items=items, conditions=Conditions(text_BLD), **whole)
     monkeypatch.setattr(small, "batches", Fixed(small.batches.schedule, parts))
     monkeypatch.setattr(large, "batches", Fixed(large.batches.schedule, [together]))
     for one, other in zip(gradients(small), gradients(large), strict=True):
@@ -268,8 +167,8 @@ class Fixed:
     def __init__(self, schedule: NoiseSchedule, parts: list[Any]) -> None:
         self.schedule, self.parts = schedule, parts
 
-    def __getitem__(self, number: int) -> Any:
-        return self.parts[number]
+    def ahead(self, numbers: Any, **_: Any) -> Any:
+        return iter(self.parts)
 
 
 def test_checkpointing_changes_no_gradient_also_with_dropout(workspace: Path) -> None:
@@ -334,10 +233,15 @@ def test_learning_rate_at_exact_steps(
 
 
 def test_loss_is_the_weighted_mean_square(workspace: Path) -> None:
-    trainer = trainer_for(workspace, replace(CONFIG, min_snr_gamma=5.0, caption_dropout=0.0))
+    trainer = trainer_for(
+        workspace,
+        replace(CONFIG, objective=replace(CONFIG.objective, min_snr_gamma=5.0), caption_dropout=0.0),
+    )
     batch, schedule = trainer.batches[0], trainer.batches.schedule
     with torch.no_grad():
-        predicted = trainer.bare(batch.noisy_BChw, batch.steps_B, encoder_hidden_states=batch.text_BLD).sample
+        predicted = trainer.bare(
+            batch.noisy_BChw, batch.steps_B, encoder_hidden_states=batch.conditions.text_BLD
+        ).sample
     square_B = (predicted - batch.target_BChw).square().mean(dim=(1, 2, 3))
     alphas_B = schedule.alphas_cumprod[batch.steps_B]
     snr_B = alphas_B / (1 - alphas_B)
@@ -389,39 +293,81 @@ def test_check_lists_all_problems_at_once() -> None:
         CONFIG,
         method="dora",
         steps=0,
+        epochs=3,
+        accumulation=3,
+        processes=2,
         learning_rate=0.0,
         lr_schedule="cosin",
         warmup=-1,
         ema_decay=1.0,
         caption_dropout=1.5,
         mixed_precision="fp16",
-        adamw=replace(CONFIG.adamw, beta2=1.0),
+        objective=ObjectiveConfig(
+            prediction="eps", zero_terminal_snr=False, min_snr_gamma=0.0, offset_noise=-0.1, timesteps=[9, 9]
+        ),
+        optimizer=replace(CONFIG.optimizer, name="adamw8bit", beta2=1.0, epsilon=0.0, weight_decay=-1.0),
         lora=replace(CONFIG.lora, rank=0, targets=[]),
-        validation=ValidationConfig(every=0, items=0, timesteps=[1000]),
+        memory=replace(CONFIG.memory, attention="xformers"),
+        validation=ValidationConfig(every=0, items=0, bands=501, timesteps_per_band=2),
+        stopping=StoppingConfig(patience=0, weights="first", max_loss=math.nan, max_overflows=-1),
+        checkpoints=CheckpointsConfig(every=0, last=0),
+        loader=LoaderConfig(num_workers=0, prefetch=0, pin_memory=True, staging=None),
+        samples=SamplesConfig(every=1, prompts=[], height=0, width=32, steps=0, guidance=1.0),
     )
     with pytest.raises(ConfigError) as caught:
         check(cfg, "cpu", training=0, heldout=0, timesteps=1000)
     assert caught.value.message.split("\n  ") == [
         "train.steps is 0; set it to 1 or more",
-        "train.lora.rank is 0; set it to 1 or more",
+        "train.checkpoints.every is 0; set it to 1 or more",
+        "train.checkpoints.last is 0; set it to 1 or more",
+        "train.stopping.patience is 0; set it to 1 or more",
         "train.validation.every is 0; set it to 1 or more",
         "train.validation.items is 0; set it to 1 or more",
-        "train.learning_rate is 0.0; set it above 0",
-        "train.ema_decay is 1.0; set it to 0 up to below 1",
-        "train.adamw.beta2 is 1.0; set it to 0 up to below 1",
+        "train.loader.num_workers is 0; set it to 1 or more",
+        "train.loader.prefetch is 0; set it to 1 or more",
+        "train.stopping.max_loss is nan; set it above 0",
+        "train.objective.min_snr_gamma is 0.0; set it above 0",
         "train.warmup is -1; set it to 0 or more",
+        "train.objective.offset_noise is -0.1; set it to 0 or more",
+        "train.stopping.max_overflows is -1; set it to 0 or more",
+        "train.ema_decay is 1.0; set it to 0 up to below 1",
         "train.caption_dropout is 1.5; set it to 0 to 1",
-        "train.validation.timesteps is [1000]; set one or more, each from 0 to 999",
-        "train.method is 'dora'; set lora or full",
+        "train.learning_rate is 0.0; set it above 0",
+        "train.optimizer.beta2 is 1.0; set it to 0 up to below 1",
+        "train.optimizer.epsilon is 0.0; set it above 0",
+        "train.optimizer.weight_decay is -1.0; set it to 0 or more",
+        "train.optimizer.name is adamw8bit on a CPU; set adamw",
+        "train.lora.rank is 0; set it to 1 or more",
+        "train.lora.targets is empty; usual targets are to_q, to_k, to_v, to_out.0",
+        "train.method is 'dora'; set one of lora, full",
         "train.lr_schedule is 'cosin'; set one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, "
         "polynomial",
+        "train.objective.prediction is 'eps'; set one of base, epsilon, v_prediction",
+        "train.stopping.weights is 'first'; set one of last, best",
         "train.mixed_precision is fp16 on a CPU; set no or bf16",
-        "train.lora.targets is empty; usual targets are to_q, to_k, to_v, to_out.0",
+        "train.loader.pin_memory is true on a CPU; set it to false",
+        "train.memory.attention is xformers on a CPU; set sdpa",
+        "train.objective.timesteps is [9, 9]; set [first, after the last], each from 0 to 1000, the first lower",
+        "train.validation.bands x timesteps_per_band is 1002, but the base has 1000 timesteps",
+        "train.samples.height is 0; set it to 1 or more",
+        "train.samples.steps is 0; set it to 1 or more",
+        "train.samples.prompts is empty; give texts to draw, or set train.samples.every: 0",
+        "train.steps is 0 and train.epochs is 3; set one of them, the other to null",
+        "train.accumulation is 3, which 2 processes cannot share evenly; set a multiple of train.processes",
         "no picture is left to train on; lower ingest.holdout_percent or add pictures",
         "no picture is held out, so nothing can be validated; raise ingest.holdout_percent",
     ]
     check(CONFIG, "cpu", training=1, heldout=1, timesteps=1000)
     check(replace(CONFIG, mixed_precision="fp16"), "cuda", training=1, heldout=1, timesteps=1000)
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes"])
+def test_an_optimizer_that_is_not_installed(name: str) -> None:
+    cfg = replace(CONFIG, optimizer=replace(CONFIG.optimizer, name="adamw8bit"))
+    with pytest.raises(
+        ConfigError, match=rf"adamw8bit, and {name} is not installed; run `pip install {name}`"
+    ):
+        check(cfg, "cuda", training=1, heldout=1, timesteps=1000)
 
 
 def test_a_warm_up_that_the_schedule_ignores_is_refused() -> None:
@@ -435,8 +381,43 @@ def test_fp16_on_a_cpu_is_refused_before_the_weights_are_looked_at(workspace: Pa
         train(replace(CONFIG, mixed_precision="fp16"), stage_in(workspace))
 
 
-def test_every_schedule_that_check_allows_is_known_to_diffusers(workspace: Path) -> None:
-    build: Callable[..., Any] = stage_module.lr_scheduler
-    for name in stage_module._SCHEDULES:
+def test_every_schedule_that_check_allows_is_known_to_diffusers() -> None:
+    for name in SCHEDULES:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        assert build(name, optimizer, warmup=0, steps=4).get_last_lr()[0] > 0
+        assert lr_scheduler(name, optimizer, warmup=0, steps=4).get_last_lr()[0] > 0
+
+
+# --- pictures on the way
+
+
+SAMPLES = SamplesConfig(
+    every=2, prompts=["a red ball", "picture 1"], height=32, width=48, steps=2, guidance=2.0
+)
+
+
+def test_samples_are_drawn_and_change_no_byte(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Path(shutil.copytree(workspace, tmp_path / "plain"))
+    cfg = replace(HARD, method="lora", steps=4)
+    train(cfg, stage_in(plain))
+    train(replace(cfg, samples=SAMPLES), stage_in(workspace))
+    assert outs(workspace) == outs(plain)
+    sheets = sorted((workspace / "store" / "train").glob("*/samples-*.png"))
+    assert [path.name for path in sheets] == ["samples-00000002.png", "samples-00000004.png"]
+    assert f"drew 2 picture(s): see {sheets[0]}" in capsys.readouterr().out
+    from PIL import Image
+
+    with Image.open(sheets[0]) as sheet:
+        assert sheet.size[0] > 2 * 48
+
+
+def test_samples_that_cannot_be_drawn_are_refused_before_the_first_step(workspace: Path) -> None:
+    long = " ".join(["ball"] * 40)
+    with pytest.raises(ConfigError) as caught:
+        train(replace(CONFIG, samples=replace(SAMPLES, height=30, prompts=[long])), stage_in(workspace))
+    assert caught.value.message == (
+        "train.samples.height is 30; set a multiple of 4, the VAE's factor\n  "
+        f"train.samples.prompts: {long!r} has 42 tokens, the text encoder reads 32"
+    )
+    assert not (workspace / "store").exists() or not list((workspace / "store").rglob("step-*"))

@@ -3,12 +3,14 @@
 Letters: B batch, C channels, H W pixels, h w latents.
 """
 
+import inspect
 import json
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any, cast
 
+import diffusers
 import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.utils import logging
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 
 from stages.core.errors import ParityError
 from stages.core.models.pipeline import ddim
+from stages.core.models.schedule import CONFIG_NAME, base_schedule
 from stages.core.models.text import TextEncoder
-from stages.core.models.unet import UNET_WEIGHTS, predict, save_unet
+from stages.core.models.unet import UNET_WEIGHTS, Conditions, predict, save_unet
 from stages.core.models.vae import Vae
 from stages.core.parity import ModelShape, Outputs, Probe
 from stages.core.safetensors_io import load_weights, save_file, weights_variant
@@ -29,18 +32,18 @@ logging.disable_progress_bar()
 
 # The weights' file of each component that is not the U-Net, as the libraries look for it.
 _NAMES = {"text_encoder": "model.safetensors", "vae": UNET_WEIGHTS}
-_COPIED = ("tokenizer", "scheduler")
 
 
-def write_pipeline(folder: Path, base: Path, unet: nn.Module, dtype: torch.dtype) -> None:
+def write_pipeline(
+    folder: Path, base: Path, unet: nn.Module, schedule: dict[str, Any], dtype: torch.dtype
+) -> None:
     """Write a StableDiffusionPipeline folder: `unet` (without adapters) among the base's other components.
 
-    Tokenizer and scheduler are copied byte by byte; text encoder, VAE and U-Net are stored in `dtype`, the first two under
-    the base's own names of weights, so that every library version that reads the base reads this.
+    schedule: the scheduler that the U-Net was trained for, see `write_shared`. Text encoder, VAE and U-Net are stored in
+    `dtype`, the first two under the base's own names of weights, so that every library version that reads the base reads
+    this.
     """
-    write_index(folder, base)
-    for name in _COPIED:
-        copy_component(base / name, folder / name)
+    write_shared(folder, base, schedule)
     for name, file_name in _NAMES.items():
         config = read_config(base / name)
         if "torch_dtype" in config or "dtype" in config:
@@ -55,13 +58,48 @@ def write_pipeline(folder: Path, base: Path, unet: nn.Module, dtype: torch.dtype
     save_unet(unet, folder / "unet", dtype)
 
 
-def write_index(folder: Path, base: Path) -> None:
-    """Write `model_index.json`: the base's, without safety checker and the like, and without paths."""
+def write_shared(folder: Path, base: Path, schedule: dict[str, Any]) -> None:
+    """Write what has no weights: `model_index.json`, tokenizer and scheduler.
+
+    schedule: the fields of the scheduler that the U-Net was trained for. Where they are the base's, its files are copied
+    byte by byte; else the fields are written, and the index names the class that reads them (`_readable`).
+    """
+    copy_component(base / "tokenizer", folder / "tokenizer")
+    if schedule == base_schedule(base):
+        write_index(folder, base)
+        copy_component(base / "scheduler", folder / "scheduler")
+        return
+    fields = _readable(schedule, base_schedule(base))
+    write_index(folder, base, scheduler=fields["_class_name"])
+    write_json(folder / "scheduler" / CONFIG_NAME, fields)
+
+
+def _readable(schedule: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """`schedule` for a class that reads every field in which it differs from the base's: the base's class, or DDIM.
+
+    A diffusers sampler ignores fields that it does not have without a word: PNDM, Stable Diffusion 1's own, would draw
+    with the old betas where `rescale_betas_zero_snr` is asked for.
+    """
+    sampler = getattr(diffusers, str(schedule.get("_class_name")), None)
+    known = set[str]() if sampler is None else set(inspect.signature(sampler.__init__).parameters)
+    if {name for name, value in schedule.items() if value != base.get(name)} <= known:
+        return schedule
+    # As in `ddim`: what a base's own sampler has no setting for, and what the pipeline would set with a warning.
+    return schedule | {"_class_name": "DDIMScheduler", "clip_sample": False, "steps_offset": 1}
+
+
+def write_index(folder: Path, base: Path, scheduler: str | None = None) -> None:
+    """Write `model_index.json`: the base's, without safety checker and the like, and without paths.
+
+    scheduler: the diffusers class of the folder's scheduler; None: the base's.
+    """
     index: dict[str, Any] = json.loads((base / "model_index.json").read_text())
     index.pop("_name_or_path", None)
     for name in ("safety_checker", "feature_extractor", "image_encoder"):
         index[name] = [None, None]
     index["requires_safety_checker"] = False
+    if scheduler is not None:
+        index["scheduler"] = ["diffusers", scheduler]
     write_json(folder / "model_index.json", index)
 
 
@@ -108,7 +146,10 @@ def _from_pretrained(folder: Path, **options: Any) -> Any:
 
 
 def load_with_lora(base: Path, lora: Path) -> nn.Module:
-    """The U-Net of the base's pipeline after `load_lora_weights(lora)`, as its user loads it."""
+    """The U-Net of the base's pipeline after `load_lora_weights(lora)`, as its user loads it.
+
+    A scheduler_config.json beside the factors is for drawing; the U-Net does not depend on it.
+    """
     pipeline = _from_pretrained(
         base,
         variant=weights_variant(base / "unet"),
@@ -157,7 +198,7 @@ def run_torch(probe: Probe, *, text: Any, unet: nn.Module, vae: Any) -> Outputs:
 @torch.inference_mode()
 def run_unet(probe: Probe, unet: nn.Module) -> Outputs:
     """As `run_torch`, the U-Net alone."""
-    return {"unet": predict(unet, probe.noisy_BChw, probe.steps_B, probe.text_BLD)}
+    return {"unet": predict(unet, probe.noisy_BChw, probe.steps_B, Conditions(probe.text_BLD))}
 
 
 @torch.inference_mode()
@@ -170,9 +211,12 @@ def draw(
     steps: int,
     guidance: float,
 ) -> Tensor:
-    """Pictures from the pipeline in `folder`, with `Painter`'s noise and DDIM, uint8 RGB [B, 3, H, W]; `size` is (H, W)."""
+    """Pictures from the pipeline in `folder`, uint8 RGB [B, 3, H, W]; `size` is (H, W) in pixels.
+
+    The noise is `Painter`'s, the sampler DDIM with the fields of the folder's own scheduler_config.json.
+    """
     pipeline = load_pipeline(folder)
-    pipeline.scheduler = ddim(folder)
+    pipeline.scheduler = ddim(base_schedule(folder))
     factor = 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
     shape = (pipeline.unet.config.in_channels, size[0] // factor, size[1] // factor)
     drawn = pipeline(

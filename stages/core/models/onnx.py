@@ -19,7 +19,7 @@ import torch
 from onnx import external_data_helper
 from torch import Tensor, nn
 
-from stages.core.models.folder import copy_component, read_config, write_index
+from stages.core.models.folder import read_config, write_shared
 from stages.core.parity import Outputs, Probe
 from stages.core.store import write_atomic, write_json
 
@@ -123,11 +123,12 @@ def probe_inputs(probe: Probe) -> dict[str, tuple[Tensor, ...]]:
     }
 
 
-def write_support(folder: Path, base: Path) -> None:
-    """Write what is not a graph: model_index.json, tokenizer, scheduler and the parts' configurations."""
-    write_index(folder, base)
-    for name in ("tokenizer", "scheduler"):
-        copy_component(base / name, folder / name)
+def write_support(folder: Path, base: Path, schedule: dict[str, Any]) -> None:
+    """Write what is not a graph: model_index.json, tokenizer, scheduler and the parts' configurations.
+
+    schedule: the fields of the scheduler that the U-Net was trained for.
+    """
+    write_shared(folder, base, schedule)
     for name, part in _PARTS.items():
         write_json(folder / name / "config.json", read_config(base / part.config))
 

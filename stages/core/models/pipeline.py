@@ -7,38 +7,47 @@ import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from torch import Tensor, nn
 
+from stages.core.models.schedule import base_schedule
 from stages.core.models.text import TextEncoder
 from stages.core.models.vae import Vae
 from stages.core.sampler import normal
 
 
-def ddim(folder: Path) -> Any:
-    """DDIM with the betas, prediction type and spacing of the base in `folder`.
+def ddim(config: dict[str, Any]) -> Any:
+    """DDIM with the betas, prediction type and spacing of a scheduler_config.json, whichever sampler it is of.
 
     Latents are not limited to -1..1, so they are never clipped: DDIM would by default where a base's own sampler
     (Euler, PNDM) has no such setting. An offset of one step is what the pipeline sets by itself, with a long warning.
     """
-    scheduler: Any = DDIMScheduler.from_pretrained(
-        folder / "scheduler", clip_sample=False, steps_offset=1, local_files_only=True
-    )
+    scheduler: Any = DDIMScheduler.from_config(config, clip_sample=False, steps_offset=1)
     return scheduler
 
 
 class Painter:
     """The base's pipeline around a given U-Net: captions and seeds in, pictures out, always the same ones.
 
-    The scheduler is DDIM without added noise, with the base's own betas and spacing, so a picture is a function
-    of weights, caption, seed, steps and guidance.
+    The scheduler is DDIM without added noise, with the betas, spacing and prediction type of `schedule` (the fields of
+    a scheduler_config.json; None: the base's own), so a picture is a function of weights, schedule, caption, seed, steps
+    and guidance. Raises BaseModelError for a base with a prediction that is not known.
     """
 
-    def __init__(self, folder: Path, *, unet: nn.Module, vae: Vae, text: TextEncoder, device: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        unet: nn.Module,
+        vae: Vae,
+        text: TextEncoder,
+        device: str,
+        schedule: dict[str, Any] | None = None,
+    ) -> None:
         build: Any = StableDiffusionPipeline  # its annotations demand a safety checker
         pipeline: Any = build(
             vae=vae.model,
             text_encoder=text.model,
             tokenizer=text.tokenizer,
             unet=unet,
-            scheduler=ddim(folder),
+            scheduler=ddim(base_schedule(folder) if schedule is None else schedule),
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,

@@ -1,11 +1,14 @@
 """What `train` wrote, put back together with the base."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from stages.core.errors import StoreError
 from stages.core.models.lora import WEIGHTS_NAME, load_lora, merge_lora
+from stages.core.models.schedule import CONFIG_NAME, base_schedule
 from stages.core.models.unet import UNET_WEIGHTS, load_unet
 
 
@@ -36,3 +39,9 @@ def load_plain_unet(base: Path, weights: Path, device: str) -> nn.Module:
     if is_lora(weights):
         merge_lora(unet)
     return unet
+
+
+def trained_schedule(base: Path, weights: Path) -> dict[str, Any]:
+    """The fields of the scheduler that the fine-tuned model was trained for: its own file's, else the base's."""
+    path = weights / CONFIG_NAME
+    return json.loads(path.read_text()) if path.is_file() else base_schedule(base)

@@ -1,8 +1,12 @@
-"""The U-Net: loading, predicting, and what of it is trained (all of it, or LoRA factors)."""
+"""The U-Net: loading, predicting, and what of it is trained (all of it, or LoRA factors).
+
+Letters: B batch, C latent channels, h w latents, L tokens, D width of the text states, P width of the pooled text.
+"""
 
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
-from stages.core.errors import BaseModelError
+from stages.core.errors import BaseModelError, MachineError
 from stages.core.safetensors_io import save_file, weights_variant
 from stages.core.store import write_json
 
@@ -27,9 +31,38 @@ def load_unet(folder: Path, device: str) -> nn.Module:
     return model.to(device).eval()
 
 
-def predict(unet: nn.Module, noisy_BChw: Tensor, steps_B: Tensor, text_BLD: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Conditions:
+    """What the U-Net is told besides noisy latents and timesteps."""
+
+    text_BLD: Tensor
+    pooled_BP: Tensor | None = None  # with a second text encoder alone, and so the sizes
+    sizes_B6: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As the keywords of the U-Net's forward."""
+        if self.pooled_BP is None:
+            return {"encoder_hidden_states": self.text_BLD}
+        added = {"text_embeds": self.pooled_BP, "time_ids": self.sizes_B6}
+        return {"encoder_hidden_states": self.text_BLD, "added_cond_kwargs": added}
+
+
+def predict(unet: nn.Module, noisy_BChw: Tensor, steps_B: Tensor, conditions: Conditions) -> Tensor:
     """The U-Net's prediction, float32 [B, C, h, w]."""
-    return unet(noisy_BChw, steps_B, encoder_hidden_states=text_BLD).sample.float()
+    return unet(noisy_BChw, steps_B, **conditions.arguments()).sample.float()
+
+
+def set_attention(unet: Any, name: str) -> None:
+    """How attention is computed: sdpa (torch's own) or xformers. Raises MachineError when xformers cannot be used."""
+    if name == "sdpa":
+        return
+    try:
+        unet.enable_xformers_memory_efficient_attention()
+    except Exception as error:  # what is missing is told by different exceptions
+        raise MachineError(
+            f"train.memory.attention is xformers, which cannot be used here ({error})",
+            remedy="install xformers for this torch, or set sdpa",
+        ) from error
 
 
 def set_checkpointing(unet: Any, on: bool) -> None:
@@ -81,13 +114,14 @@ class Ema:
         finally:
             self._model.restore(self._parameters)
 
-    def state(self) -> dict[str, Any]:
-        """What `load` needs to continue to the same bits."""
-        return self._model.state_dict()
+    def state(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """What `load` needs to continue to the same bits: the averages, in the parameters' order, and plain values."""
+        plain = dict(self._model.state_dict())
+        return plain.pop("shadow_params"), plain
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
-        self._model.load_state_dict(state)
+    def load(self, averages: list[Tensor], plain: dict[str, Any]) -> None:
+        """Continue from what `state` gave."""
+        self._model.load_state_dict({**plain, "shadow_params": averages})
         # The state comes from disk, on the CPU.
         self._model.to(device=self._parameters[0].device)
 

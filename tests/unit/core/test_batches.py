@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.core.batches import Batches
+from stages.core.batches import Batch, Batches
 from stages.core.latents import LatentCache, LatentItem
-from stages.core.models.schedule import NoiseSchedule
+from stages.core.models.schedule import NoiseSchedule, base_schedule
 from stages.core.sampler import integers, normal, uniforms
 from stages.core.shuffle import ShuffleConfig, variants
 from stages.core.store import sha256_bytes
 from tests.latents import write_latents
 from tests.tiny import make_tiny_base
-from tests.unit.test_train import make_workspace
+from tests.training import make_workspace
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(root: Path, *, seed: int = 3, size: int = 2, dropout: float = 0.5) -> Batches:
-    cache, schedule = LatentCache(root / "data" / "encode"), NoiseSchedule(root / "tiny-sd", "cpu")
+    cache, schedule = (
+        LatentCache(root / "data" / "encode"),
+        NoiseSchedule(base_schedule(root / "tiny-sd"), "cpu"),
+    )
     return Batches(cache, schedule, batch_size=size, seed=seed, caption_dropout=dropout, device="cpu")
 
 
@@ -44,14 +47,14 @@ def test_a_batch_by_hand(root: Path) -> None:
             assert torch.allclose(batch.noisy_BChw[row], noisy, atol=1e-5)
             assert torch.allclose(batch.target_BChw[row], velocity, atol=1e-5)
             dropped = uniforms(3, "caption-dropout", number, row)[0] < 0.5
-            assert torch.equal(batch.text_BLD[row], made.cache.text("" if dropped else item.caption))
+            assert torch.equal(
+                batch.conditions.text_BLD[row], made.cache.text("" if dropped else item.caption)
+            )
 
 
-def same(one: object, other: object) -> bool:
-    pairs = [
-        (getattr(one, name), getattr(other, name))
-        for name in ("noisy_BChw", "target_BChw", "steps_B", "text_BLD")
-    ]
+def same(one: Batch, other: Batch) -> bool:
+    pairs = [(getattr(one, name), getattr(other, name)) for name in ("noisy_BChw", "target_BChw", "steps_B")]
+    pairs.append((one.conditions.text_BLD, other.conditions.text_BLD))
     return all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -82,7 +85,7 @@ def test_training_items_only_one_bucket_each_and_all_in_an_epoch(root: Path) -> 
 def test_caption_dropout_never_and_always(root: Path, dropout: float, share: float) -> None:
     made = batches(root, dropout=dropout)
     empty = made.cache.text("")
-    rows = [torch.equal(text, empty) for number in range(6) for text in made[number].text_BLD]
+    rows = [torch.equal(text, empty) for number in range(6) for text in made[number].conditions.text_BLD]
     assert sum(rows) / len(rows) == share
 
 
@@ -104,6 +107,8 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
             captions=captions,
             split="train",
             bucket=(8, 8),
+            original=(8, 8),
+            corner=(0, 0),
             shard=0,
             key=name,
         )
@@ -125,7 +130,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def varied_batches(root: Path, seed: int = 3) -> Batches:
-    schedule = NoiseSchedule(root / "tiny-sd", "cpu")
+    schedule = NoiseSchedule(base_schedule(root / "tiny-sd"), "cpu")
     return Batches(
         LatentCache(root / "encode"), schedule, batch_size=3, seed=seed, caption_dropout=0.0, device="cpu"
     )
@@ -147,7 +152,7 @@ def test_mirrored_and_captions_are_drawn_by_number_and_row(varied: Path) -> None
             alpha = made.schedule.alphas_cumprod[int(batch.steps_B[row])]
             velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
             assert torch.allclose(batch.target_BChw[row], velocity, atol=1e-4)
-            assert torch.equal(batch.text_BLD[row], made.cache.text(text))
+            assert torch.equal(batch.conditions.text_BLD[row], made.cache.text(text))
             mirrored.append(flip)
             seen[item.file_name].add(text)
     assert 0.45 < sum(mirrored) / len(mirrored) < 0.55

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stages.core.heldout import band_timesteps, heldout_losses
 from stages.core.latents import LatentCache, LatentItem
-from stages.core.models.schedule import NoiseSchedule
+from stages.core.models.schedule import NoiseSchedule, base_schedule
 from stages.core.sampler import normal
 from stages.core.store import sha256_bytes, write_json
 from tests.latents import write_latents
@@ -45,7 +45,7 @@ def scheduler(folder: Path, prediction: str) -> NoiseSchedule:
             "prediction_type": prediction,
         },
     )
-    return NoiseSchedule(folder, "cpu")
+    return NoiseSchedule(base_schedule(folder), "cpu")
 
 
 def latent_cache(folder: Path, buckets: list[tuple[int, int]]) -> LatentCache:
@@ -66,6 +66,8 @@ def latent_cache(folder: Path, buckets: list[tuple[int, int]]) -> LatentCache:
             captions=(caption,),
             split="holdout",
             bucket=(height, width),
+            original=(height, width),
+            corner=(0, 0),
             shard=0,
             key=name,
         )

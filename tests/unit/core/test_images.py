@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageCms
 
 from stages.core.errors import PictureError
-from stages.core.images import Decoded, decode, fit
+from stages.core.images import Decoded, crop_corner, decode, fit
 from tests.unit.core.test_headers import bomb
 
 WHITE = (255, 255, 255)
@@ -297,3 +297,36 @@ def test_every_size_fits() -> None:
         pixels_CHW, crop = fit(Image.new("RGB", (size, size)), (64, 64))
         assert pixels_CHW.shape == (3, 64, 64)
         assert crop == (0, 0, size, size)
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket", "corner"),
+    [
+        ((60, 100), (64, 64), (0, 21)),  # enlarged to 64 x 106.67: 21.33 goes left and right
+        ((100, 60), (64, 64), (21, 0)),  # the same, upright
+        ((72, 90), (64, 64), (0, 8)),  # to 64 x 80
+        ((200, 400), (100, 100), (0, 50)),  # to 100 x 200
+        ((400, 300), (100, 150), (50, 0)),  # to 200 x 150
+        ((68, 101), (64, 64), (0, 16)),  # 15.53; from the source's corner, 16.5, rounded first it would be 15
+        ((300, 309), (100, 100), (0, 2)),  # 1.5, as is
+        ((300, 315), (100, 100), (0, 2)),  # 2.5
+        ((64, 64), (64, 64), (0, 0)),
+        ((200, 300), (100, 150), (0, 0)),  # same ratio
+        ((49, 49), (64, 64), (0, 0)),
+    ],
+)
+def test_corner_of_the_crop_in_the_resized_picture(
+    size: tuple[int, int], bucket: tuple[int, int], corner: tuple[int, int]
+) -> None:
+    assert crop_corner(size, bucket) == corner
+
+
+@pytest.mark.parametrize("bucket", [(64, 64), (64, 96), (96, 64)])
+def test_the_corner_is_the_one_that_fit_cuts_at(bucket: tuple[int, int]) -> None:
+    for height, width in ((50, 211), (64, 64), (77, 65), (130, 60), (131, 96), (300, 309)):
+        _, (left, top, _, _) = fit(Image.new("RGB", (width, height)), bucket)
+        scale = max(bucket[0] / height, bucket[1] / width)
+        down, across = crop_corner((height, width), bucket)
+        # Half a pixel of each picture: both were rounded.
+        assert abs(down - top * scale) <= 0.5 + 0.5 * scale
+        assert abs(across - left * scale) <= 0.5 + 0.5 * scale

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from stages.core.errors import StoreError
+from stages.core.images import crop_corner
 from stages.core.latents import LatentCache, LatentItem, text_name
 from stages.core.record import BaseRecord
 from stages.core.safetensors_io import save_file
 from stages.core.shards import shard_of, text_key, write_index
 from stages.core.shuffle import ShuffleConfig, variants
 from stages.core.store import fingerprint, sha256_bytes
-from tests.latents import write_latents
+from tests.latents import item_fields, write_latents
 
 SPACE = {"channels": 4, "downsample": 4, "scaling_factor": 0.5, "shift_factor": 1.0}
 KEYS = {name: sha256_bytes(name.encode()) for name in "abc"}
@@ -27,6 +28,8 @@ ITEMS = [
         captions=("ü", "red, ball, grass") if name == "c" else ("ü",),
         split=split,
         bucket=(8, 4),
+        original=(16, 12),
+        corner=(0, 1),
         shard=shard,
         key=KEYS[name],
     )
@@ -57,6 +60,54 @@ def test_items_and_splits_in_the_order_of_the_index(folder: Path) -> None:
     assert [item.file_name for item in cache.split("train")] == ["a.png", "c.png"]
     assert [item.file_name for item in cache.split("holdout")] == ["b.png"]
     assert [item.caption for item in cache.items] == ["ü", "ü", "ü"]
+
+
+def test_an_item_from_json_has_tuples() -> None:
+    fields = item_fields(ITEMS[2])
+    assert fields == {
+        "id": "c" * 64,
+        "file_name": "c.png",
+        "captions": ["ü", "red, ball, grass"],
+        "split": "train",
+        "bucket": [8, 4],
+        "original": [16, 12],
+        "corner": [0, 1],
+        "shard": 0,
+        "key": KEYS["c"],
+    }
+    assert LatentItem.of(fields) == ITEMS[2]
+    assert hash(LatentItem.of(fields)) == hash(ITEMS[2])  # a list would have none
+
+
+@pytest.mark.parametrize(
+    ("original", "bucket", "corner", "mirrored"),
+    [
+        ((60, 100), (64, 64), (0, 21), (0, 22)),  # 106.67 wide, 107 - 64 - 21
+        ((72, 90), (64, 64), (0, 8), (0, 8)),  # 80 wide
+        ((100, 60), (64, 64), (21, 0), (21, 0)),  # 64 wide: nothing goes at the sides
+        ((64, 64), (64, 64), (0, 0), (0, 0)),
+        ((120, 300), (60, 80), (0, 10), (0, 60)),  # 150 wide; not the centre
+    ],
+)
+def test_corner_of_the_mirrored_picture(
+    original: tuple[int, int], bucket: tuple[int, int], corner: tuple[int, int], mirrored: tuple[int, int]
+) -> None:
+    item = replace(ITEMS[0], original=original, bucket=bucket, corner=corner)
+    assert item.corner_of(flipped=False) == corner
+    assert item.corner_of(flipped=True) == mirrored
+    assert replace(item, corner=mirrored).corner_of(flipped=True) == corner
+
+
+def test_a_crop_at_the_centre_stays_there_when_mirrored() -> None:
+    """To the pixel that rounding moves it: the item resizes as core/images.py does."""
+    for width in range(1, 400):
+        for height in (1, 47, 64, 99):
+            corner = crop_corner((height, width), (64, 48))
+            item = replace(ITEMS[0], original=(height, width), bucket=(64, 48), corner=corner)
+            top, left = item.corner_of(flipped=True)
+            assert top == corner[0]
+            assert left >= 0
+            assert abs(left - corner[1]) <= 1
 
 
 def test_a_draw_is_scaled_and_has_the_posteriors_spread(folder: Path) -> None:
@@ -146,9 +197,9 @@ def test_a_flipped_bit_in_the_index_is_found(folder: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        StoreError, match=r"has format 1; this version reads 2\n  remedy: run `dvc repro encode`"
+        StoreError, match=r"has format 2; this version reads 3\n  remedy: run `dvc repro encode`"
     ):
-        LatentCache(write(tmp_path, format=1))
+        LatentCache(write(tmp_path, format=2))
 
 
 def test_latents_of_another_base_are_refused(tmp_path: Path) -> None:

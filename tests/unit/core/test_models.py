@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stages.core.errors import BaseModelError, StoreError
 from stages.core.models.lora import (
     WEIGHTS_NAME,
+    LoraConfig,
     add_lora,
     load_lora,
     lora_state,
@@ -23,10 +25,10 @@ from stages.core.models.lora import (
     set_lora_state,
 )
 from stages.core.models.pipeline import Painter, ddim
-from stages.core.models.schedule import NoiseSchedule
+from stages.core.models.schedule import NoiseSchedule, base_schedule, objective_schedule
 from stages.core.models.text import TextEncoder
-from stages.core.models.trained import is_lora, load_plain_unet, load_trained_unet
-from stages.core.models.unet import Ema, check_targets, load_unet, predict, save_unet, trainable
+from stages.core.models.trained import is_lora, load_plain_unet, load_trained_unet, trained_schedule
+from stages.core.models.unet import Conditions, Ema, check_targets, load_unet, predict, save_unet, trainable
 from stages.core.models.vae import LatentSpace, Vae, to_uint8
 from tests.tiny import DOWNSAMPLE, TEXT_LIMIT, make_tiny_base
 
@@ -56,13 +58,18 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.inference_mode()
 def _predict(unet: nn.Module) -> Tensor:
-    return predict(unet, *_inputs())
+    noisy, steps, text = _inputs()
+    return predict(unet, noisy, steps, Conditions(text))
+
+
+def _lora(*, rank: int, alpha: float) -> LoraConfig:
+    return LoraConfig(rank=rank, alpha=alpha, dropout=0.0, targets=TARGETS, rslora=False, dora=False)
 
 
 def _with_lora(base: Path, *, rank: int = 4, alpha: float = 2.0, seed: int = 1) -> nn.Module:
     """A U-Net with factors that do something: B is zero at the start."""
     unet = load_unet(base / "unet", "cpu")
-    add_lora(unet, rank=rank, alpha=alpha, dropout=0.0, targets=TARGETS, seed=seed)
+    add_lora(unet, _lora(rank=rank, alpha=alpha), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in trainable(unet).values():
@@ -95,7 +102,9 @@ def prediction(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory, prediction: str, zero_snr: bool) -> NoiseSchedule:
     folder = tmp_path_factory.mktemp("schedule")
-    return NoiseSchedule(make_tiny_base(folder, prediction=prediction, zero_snr=zero_snr), "cpu")
+    return NoiseSchedule(
+        base_schedule(make_tiny_base(folder, prediction=prediction, zero_snr=zero_snr)), "cpu"
+    )
 
 
 def _all_steps() -> tuple[Tensor, Tensor, Tensor]:
@@ -106,6 +115,10 @@ def _all_steps() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_schedule_reads_the_base(schedule: NoiseSchedule, prediction: str) -> None:
     assert (schedule.prediction, schedule.steps) == (prediction, 1000)
+
+
+def test_zero_terminal_snr_is_told_from_the_betas(schedule: NoiseSchedule, zero_snr: bool) -> None:
+    assert schedule.zero_terminal_snr is zero_snr
 
 
 def test_add_noise_at_every_timestep(schedule: NoiseSchedule, zero_snr: bool) -> None:
@@ -154,8 +167,109 @@ def test_without_gamma_all_weights_are_one(schedule: NoiseSchedule) -> None:
 
 def test_other_prediction_types_are_refused(tmp_path: Path) -> None:
     make_tiny_base(tmp_path, prediction="sample", zero_snr=False)
-    with pytest.raises(ValueError, match="'sample' is not supported"):
-        NoiseSchedule(tmp_path, "cpu")
+    with pytest.raises(BaseModelError, match=r"scheduler_config\.json has prediction_type 'sample'"):
+        base_schedule(tmp_path)
+
+
+def test_error_factors_at_every_timestep(schedule: NoiseSchedule, prediction: str, zero_snr: bool) -> None:
+    """A wrong guess, stated as the other kind by hand: the ratio of the squared errors is the factor."""
+    clean, noise, steps = (value.double() for value in _all_steps())
+    guess = torch.randn(noise.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    alphas = schedule.alphas_cumprod.double().view(-1, 1, 1, 1)
+    signal, spread = alphas.sqrt(), (1 - alphas).sqrt()
+    noisy, velocity = signal * clean + spread * noise, signal * noise - spread * clean
+    if prediction == "epsilon":
+        other, asked, told = "v_prediction", (guess - noise), (guess - spread * noisy) / signal - velocity
+    else:
+        other, asked, told = "epsilon", (guess - velocity), signal * guess + spread * noisy - noise
+    ratio = told.square().sum(dim=(1, 2, 3)) / asked.square().sum(dim=(1, 2, 3))
+    factors = schedule.error_factors(steps.long(), other)
+    assert (factors.dtype, factors.shape) == (torch.float64, (1000,))
+    clear = 999 if zero_snr else 1000
+    torch.testing.assert_close(factors[:clear], ratio[:clear], rtol=1e-9, atol=0)
+    closed = _alphas(zero_snr)[:clear] ** (-1 if prediction == "epsilon" else 1)
+    # float32 keeps 1e-3 of the zero-terminal schedule's smallest alphas.
+    np.testing.assert_allclose(factors[:clear].numpy(), closed, rtol=2e-3 if zero_snr else 1e-5)
+    if zero_snr:
+        assert float(factors[-1]) == (math.inf if prediction == "epsilon" else 0.0)
+    same = schedule.error_factors(torch.tensor([0, 999]), prediction)
+    assert torch.equal(same, torch.ones(2, dtype=torch.float64))
+
+
+# What is trained on
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The schedule of a base that predicts the noise, with betas that leave some signal at the last timestep."""
+    folder = tmp_path_factory.mktemp("plain")
+    return base_schedule(make_tiny_base(folder, prediction="epsilon", zero_snr=False))
+
+
+@pytest.mark.parametrize("prediction", ["base", "epsilon"])
+def test_the_bases_own_objective_changes_nothing(plain: dict[str, Any], prediction: str) -> None:
+    wanted = objective_schedule(plain, prediction=prediction, zero_terminal_snr=False)
+    assert wanted == plain
+    assert wanted is not plain
+
+
+@pytest.mark.parametrize(
+    ("prediction", "zero_terminal_snr", "change"),
+    [
+        ("v_prediction", False, {"prediction_type": "v_prediction"}),
+        ("base", True, {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}),
+        (
+            "v_prediction",
+            True,
+            {
+                "prediction_type": "v_prediction",
+                "rescale_betas_zero_snr": True,
+                "timestep_spacing": "trailing",
+            },
+        ),
+    ],
+)
+def test_another_objective(
+    plain: dict[str, Any], prediction: str, zero_terminal_snr: bool, change: dict[str, Any]
+) -> None:
+    before = dict(plain)
+    wanted = objective_schedule(plain, prediction=prediction, zero_terminal_snr=zero_terminal_snr)
+    assert wanted == plain | change
+    assert plain == before
+    schedule = NoiseSchedule(wanted, "cpu")
+    assert schedule.prediction == change.get("prediction_type", "epsilon")
+    assert schedule.zero_terminal_snr is zero_terminal_snr
+    np.testing.assert_allclose(schedule.alphas_cumprod.numpy(), _alphas(zero_terminal_snr), atol=1e-6)
+
+
+def test_a_prediction_that_the_base_does_not_name_is_the_noise(plain: dict[str, Any]) -> None:
+    unnamed = {name: value for name, value in plain.items() if name != "prediction_type"}
+    assert objective_schedule(unnamed, prediction="epsilon", zero_terminal_snr=False) == unnamed
+    wanted = objective_schedule(unnamed, prediction="v_prediction", zero_terminal_snr=False)
+    assert wanted == unnamed | {"prediction_type": "v_prediction"}
+
+
+def test_what_a_base_has_already_stays(base: Path) -> None:
+    """Its own spacing too: it is asked for together with the betas alone."""
+    fields = base_schedule(base) | {"timestep_spacing": "linspace"}
+    assert objective_schedule(fields, prediction="base", zero_terminal_snr=True) == fields
+    assert objective_schedule(fields, prediction="base", zero_terminal_snr=False) == fields
+
+
+def test_the_last_step_of_a_zero_terminal_schedule_is_the_noise(plain: dict[str, Any]) -> None:
+    wanted = objective_schedule(plain, prediction="v_prediction", zero_terminal_snr=True)
+    clean, noise = torch.randn(2, 3, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    last = torch.full((3,), 999)
+    assert torch.equal(NoiseSchedule(wanted, "cpu").add_noise(clean, noise, last), noise)
+    assert not torch.allclose(NoiseSchedule(plain, "cpu").add_noise(clean, noise, last), noise, atol=1e-2)
+    assert torch.equal(NoiseSchedule(wanted, "cpu").target(clean, noise, last), -clean)
+
+
+def test_trained_schedule_is_the_one_beside_the_weights_or_the_bases(base: Path, tmp_path: Path) -> None:
+    assert trained_schedule(base, tmp_path) == base_schedule(base)
+    fields = base_schedule(base) | {"prediction_type": "epsilon"}
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(fields))
+    assert trained_schedule(base, tmp_path) == fields
 
 
 # Text
@@ -274,9 +388,9 @@ def test_ema_continues_to_the_same_bits(base: Path) -> None:
         ema = Ema(parameters, 0.9)
         for step in range(6):
             if step == reload_at:
-                state = ema.state()
+                averages, plain = ema.state()
                 ema = Ema(parameters, 0.9)
-                ema.load(state)
+                ema.load(averages, plain)
             with torch.no_grad():
                 for parameter in parameters:
                     parameter += 0.1 * (step + 1)
@@ -305,7 +419,7 @@ def test_targets_that_name_nothing_are_refused(base: Path) -> None:
 def test_new_factors_change_nothing_and_are_a_function_of_the_seed(base: Path) -> None:
     def build(seed: int) -> nn.Module:
         unet = load_unet(base / "unet", "cpu")
-        add_lora(unet, rank=2, alpha=2.0, dropout=0.0, targets=TARGETS, seed=seed)
+        add_lora(unet, _lora(rank=2, alpha=2.0), seed=seed)
         return unet.eval()
 
     torch.manual_seed(99)
@@ -425,7 +539,46 @@ def test_latents_are_never_clipped(base: Path, tmp_path: Path) -> None:
     config = json.loads((base / "scheduler" / "scheduler_config.json").read_text())
     del config["clip_sample"]
     (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
-    scheduler = ddim(tmp_path)
+    scheduler = ddim(base_schedule(tmp_path))
     assert scheduler.config.clip_sample is False
     assert scheduler.config.prediction_type == "v_prediction"
     assert scheduler.config.rescale_betas_zero_snr is True
+
+
+@pytest.mark.parametrize("sampler", [DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_any_samplers_file_gives_the_same_ddim(tmp_path: Path, sampler: Any, prediction: str) -> None:
+    """Betas, prediction and spacing are the file's, and all of it is what diffusers makes of the folder itself."""
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    sampler(**betas, prediction_type=prediction, timestep_spacing="trailing").save_pretrained(
+        tmp_path / "scheduler"
+    )
+    fields = base_schedule(tmp_path)
+    before = dict(fields)
+    got = ddim(fields)
+    assert fields == before
+    expected = DDIMScheduler.from_pretrained(
+        tmp_path / "scheduler", clip_sample=False, steps_offset=1, local_files_only=True
+    )
+    assert dict(got.config) == dict(expected.config)
+    assert torch.equal(got.alphas_cumprod, expected.alphas_cumprod)
+    np.testing.assert_allclose(got.alphas_cumprod.numpy(), _alphas(zero_snr=False), atol=1e-6)
+    assert (got.config.prediction_type, got.config.timestep_spacing) == (prediction, "trailing")
+    got.set_timesteps(4)
+    assert got.timesteps.tolist() == [999, 749, 499, 249]
+
+
+def test_a_painter_draws_on_the_schedule_that_it_is_given(base: Path, vae: Vae, text: TextEncoder) -> None:
+    fields = base_schedule(base)
+    plain = fields | {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
+
+    def painted(schedule: dict[str, Any] | None) -> Tensor:
+        unet = load_unet(base / "unet", "cpu")
+        painter = Painter(base, unet=unet, vae=vae, text=text, device="cpu", schedule=schedule)
+        wanted = fields if schedule is None else schedule
+        for name in ("prediction_type", "rescale_betas_zero_snr", "timestep_spacing"):
+            assert painter.pipeline.scheduler.config[name] == wanted[name]
+        return painter.paint(["a red circle"], [1], size=(32, 32), steps=2, guidance=1.0, batch=1)
+
+    assert torch.equal(painted(None), painted(fields))
+    assert not torch.equal(painted(None), painted(plain))

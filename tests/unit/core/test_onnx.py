@@ -10,6 +10,7 @@ import torch
 
 from stages.core.models import onnx as onnx_files
 from stages.core.models.folder import model_shape, run_torch
+from stages.core.models.schedule import base_schedule
 from stages.core.models.text import TextEncoder
 from stages.core.models.unet import load_unet
 from stages.core.models.vae import Vae
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> _Model:
 
 def _write(model: _Model, folder: Path, *names: str, **options: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    onnx_files.write_support(folder, model.base)
+    onnx_files.write_support(folder, model.base, base_schedule(model.base))
     for name in names:
         onnx_files.write_part(name, model.part(name), folder, model.probes[1], opset=17, **options)
     return folder
@@ -59,6 +60,17 @@ def test_layout(folder: Path) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
     assert index["safety_checker"] == [None, None]
+
+
+def test_another_schedule_is_written_and_the_bases_copied(model: _Model, tmp_path: Path) -> None:
+    fields = base_schedule(model.base)
+    path = Path("scheduler") / "scheduler_config.json"
+    onnx_files.write_support(tmp_path / "same", model.base, fields)
+    assert (tmp_path / "same" / path).read_bytes() == (model.base / path).read_bytes()
+    other = fields | {"prediction_type": "epsilon"}
+    onnx_files.write_support(tmp_path / "other", model.base, other)
+    assert base_schedule(tmp_path / "other") == other
+    assert sorted(found.name for found in (tmp_path / "other" / "scheduler").iterdir()) == [path.name]
 
 
 @pytest.mark.parametrize("name", onnx_files.PARTS)

@@ -28,6 +28,8 @@ def item(number: int, bucket: tuple[int, int] = (16, 16)) -> LatentItem:
         captions=(f"number {number}", "another caption"),
         split="train",
         bucket=bucket,
+        original=bucket,
+        corner=(0, 0),
         shard=number % 2,
         key=sha256_bytes(f"pixels {number}".encode()),
     )

@@ -51,9 +51,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
         where
     ]
     monkeypatch.setattr(*target, full)
-    with pytest.raises(
-        StoreError, match=r"the disk is full: .*file \(1,234 bytes\) was not written\n  remedy: free space"
-    ):
+    with pytest.raises(StoreError, match=r"the disk is full: .*file was not written\n  remedy: free space"):
         write_atomic(path, b"x" * 1234)
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["file"]

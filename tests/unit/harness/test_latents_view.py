@@ -45,6 +45,8 @@ def item_of(number: int, **fields: Any) -> LatentItem:
         captions=(f"a ball, {number}",),
         split="holdout" if number == 1 else "train",
         bucket=(pixels.shape[1], pixels.shape[2]),
+        original=(pixels.shape[1], pixels.shape[2]),
+        corner=(0, 0),
         shard=number % 2,
         key=pixel_key(pixels),
     )
@@ -131,7 +133,7 @@ def test_what_the_cache_holds(root: Path) -> None:
     digest = LatentCache(root / "data/encode").digest[:12]
     assert lines(call("--items", "0")) == [
         "data/encode",
-        f"      format  2, digest {digest}",
+        f"      format  3, digest {digest}",
         "       dtype  float32",
         "       items  3: 2 train, 1 holdout",
         "     buckets  2 of 16 x 16, 1 of 24 x 16 (W x H)",

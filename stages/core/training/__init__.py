@@ -1,0 +1,1 @@
+"""Training: its settings, one step of it, and what makes it continue to the same bits."""
